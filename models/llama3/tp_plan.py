@@ -1,0 +1,32 @@
+"""Where tensor parallelism cuts Llama 3. Data only: the worker turns it into torch's styles, the fit into bytes.
+
+`*` stands for every block. The styles, with sequence parallel (activations between blocks are cut along the sequence):
+  embedding   weight cut by vocabulary rows; output reduce-scattered to (B, T/tp, D)
+  colwise     weight cut by output features; input gathered, or taken whole, by the module that holds it
+  rowwise     weight cut by input features; output reduce-scattered to (B, T/tp, D)
+  sequence    weight on every rank; works on (B, T/tp, D)
+  gather      no weight; gathers its input (B, T/tp, D) to (B, T, D) once for the colwise modules inside
+  head        weight cut by vocabulary rows; input gathered, logits whole on every rank
+"""
+
+from __future__ import annotations
+
+TP_PLAN = {
+    "tok_embeddings": "embedding",
+    "layers.*.attention_norm": "sequence",
+    "layers.*.attention": "gather",
+    "layers.*.attention.wq": "colwise",
+    "layers.*.attention.wk": "colwise",
+    "layers.*.attention.wv": "colwise",
+    "layers.*.attention.wo": "rowwise",
+    "layers.*.ffn_norm": "sequence",
+    "layers.*.feed_forward": "gather",
+    "layers.*.feed_forward.w1": "colwise",
+    "layers.*.feed_forward.w3": "colwise",
+    "layers.*.feed_forward.w2": "rowwise",
+    "norm": "sequence",
+    "output": "head",
+}
+
+# The weight dimension that each style cuts; None: the whole weight is on every rank.
+CUT_DIM = {"embedding": 0, "colwise": 0, "head": 0, "rowwise": 1, "sequence": None, "gather": None}

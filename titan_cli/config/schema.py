@@ -1,0 +1,154 @@
+"""Every option titan has: its section, type, default and one line of documentation. Values only; no I/O, no torch.
+
+A field's description is its documentation: `titan options` prints it and errors quote it. Text fields (`str`) take the
+command line's characters as they are; every other field reads them as TOML.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Count = Annotated[int, Field(ge=1)]
+Whole = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """One TOML table. Frozen; an unknown key is an error; a value of the wrong type is never converted."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Model(Section):
+    family: Literal["llama3"] = Field("llama3", description="model family")
+    flavor: str = Field("debug", description="published size: debug, 1b, 8b, 70b, 405b")
+    dim: Count | None = Field(None, description="width of the residual stream, features; unset: the flavor's")
+    n_layers: Count | None = Field(None, description="transformer blocks; unset: the flavor's")
+    n_heads: Count | None = Field(None, description="query heads; unset: the flavor's")
+    n_kv_heads: Count | None = Field(None, description="key and value heads (grouped-query attention); unset: the flavor's")
+    ffn_dim: Count | None = Field(None, description="hidden width of the feed-forward, features; unset: the flavor's")
+    vocab_size: Count | None = Field(None, description="rows of the embedding, at least the tokenizer's size; unset: the flavor's")
+    norm_eps: float | None = Field(None, gt=0, description="epsilon of RMSNorm; unset: the flavor's")
+    rope_theta: float | None = Field(None, gt=0, description="base of the rotary frequencies; unset: the flavor's")
+    tie_embeddings: bool | None = Field(None, description="use the embedding's matrix as the output head; unset: the flavor's")
+    attention: Literal["sdpa", "flex"] = Field("sdpa", description="attention kernel")
+
+
+class Data(Section):
+    source: Literal["python-stdlib", "c4"] = Field(
+        "python-stdlib", description="where text comes from: this interpreter's standard library, or allenai/c4 (streamed)"
+    )
+    path: str = Field("", description="local file, or folder of .json.gz / .jsonl files, to read `source` from instead of the network")
+    shuffle_seed: Whole = Field(0, description="seed of the order of the packed sequences")
+    val_every: Annotated[int, Field(ge=2)] = Field(20, description="every n-th document is held out for validation")
+
+
+class Tokenizer(Section):
+    name: str = Field("titan", description="`titan` (shipped, 4,096 tokens) or `llama3` (Meta's; needs tokenizer.path)")
+    path: str = Field("", description="tokenizer file on this machine: tiktoken's tokenizer.model")
+
+
+class Training(Section):
+    steps: Count = Field(1000, description="optimizer steps, counted from the beginning of the run")
+    seq_len: Count = Field(2048, description="tokens in one sequence")
+    local_batch_size: Count = Field(1, description="sequences in one micro-batch of one data-parallel rank")
+    global_batch_size: Count | None = Field(
+        None, description="sequences in one optimizer step over all ranks; unset: local_batch_size x data-parallel ranks"
+    )
+    dtype: Literal["bfloat16", "float32", "float64"] = Field(
+        "bfloat16", description="type of compute; parameters, gradients and optimizer stay float32 (float64 with float64)"
+    )
+    max_norm: float = Field(1.0, gt=0, description="largest L2 norm of all gradients together; larger ones are scaled down")
+    seed: Whole = Field(0, description="seed of the initial weights")
+    deterministic: bool = Field(False, description="deterministic kernels only; slower, the same bits every time")
+
+
+class Optimizer(Section):
+    """AdamW (1711.05101), fused where the device has it."""
+
+    lr: float = Field(3e-4, gt=0, description="peak learning rate")
+    beta1: float = Field(0.9, ge=0, lt=1, description="decay of the first moment")
+    beta2: float = Field(0.95, ge=0, lt=1, description="decay of the second moment")
+    eps: float = Field(1e-8, gt=0, description="added to the denominator")
+    weight_decay: float = Field(0.1, ge=0, description="decoupled weight decay of matrices (norms have none)")
+
+
+class LrSchedule(Section):
+    name: Literal["cosine", "wsd"] = Field("cosine", description="after warm-up: cosine decay, or warmup-stable-decay (linear)")
+    warmup_steps: Whole = Field(200, description="steps of linear warm-up from 0")
+    decay_share: Share = Field(0.2, description="wsd: last share of the steps in which the rate falls")
+    min_share: Share = Field(0.1, description="final learning rate as a share of the peak")
+
+
+class Parallelism(Section):
+    """dp_replicate x dp_shard x cp x tp x pp = ranks; ep divides dp_shard x cp x tp."""
+
+    dp_replicate: Count = Field(1, description="copies of the model, each sharded over dp_shard ranks")
+    dp_shard: int = Field(-1, description="ranks that share one copy's parameters (FSDP2); -1: all that are left")
+    tp: Count = Field(1, description="ranks that split each matrix (tensor parallel)")
+    cp: Count = Field(1, description="ranks that split the sequence (context parallel)")
+    pp: Count = Field(1, description="pipeline stages")
+    ep: Count = Field(1, description="ranks that split the experts")
+
+    @model_validator(mode="after")
+    def _dp_shard(self) -> Parallelism:
+        if self.dp_shard < 1 and self.dp_shard != -1:
+            raise ValueError("dp_shard must be -1 (all ranks that are left) or at least 1")
+        return self
+
+
+class ActivationCheckpoint(Section):
+    mode: Literal["none", "full", "selective"] = Field("none", description="what backward computes again instead of keeping it")
+
+
+class Compile(Section):
+    strategy: Literal["auto", "off", "whole", "block", "submodule", "norm"] = Field(
+        "auto", description="what torch.compile wraps; auto: the best that is safe for this layout"
+    )
+    loss: bool = Field(True, description="compile the loss on its own")
+    backend: Literal["auto", "inductor", "aot_eager"] = Field(
+        "auto", description="torch.compile backend; auto: inductor, or aot_eager on a CPU without a C++ compiler"
+    )
+    force: bool = Field(False, description="use the named strategy although a rule forbids it; a warning stays")
+    warmup_timeout_s: float = Field(1800.0, gt=0, description="longest time for building and compiling before step 1, seconds")
+
+
+class Checkpoint(Section):
+    interval: Whole = Field(500, description="steps between checkpoints; 0: only when the run ends or is stopped")
+    keep: Whole = Field(2, description="committed checkpoints kept, newest first; 0: all")
+
+
+class Metrics(Section):
+    log_every: Count = Field(10, description="steps between two metrics lines")
+    eval_every: Whole = Field(0, description="steps between evaluations on the held-out split; 0: never")
+    eval_sequences: Count = Field(64, description="sequences in one evaluation, over all ranks")
+
+
+class Launch(Section):
+    nodes: Count = Field(1, description="machines")
+    gpus_per_node: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        "auto", description="ranks on each machine; auto: visible GPUs, on CPU the product of the fixed degrees"
+    )
+    gpu: str = Field("auto", description="device to plan for: auto, cpu, or a GPU with its memory (A100-80, H100-80, H200-141 ...)")
+    runs_dir: str = Field("runs", description="folder that holds one folder for each run")
+    timeout_s: float = Field(600.0, gt=0, description="longest time for one collective after warm-up, seconds")
+    rendezvous: str = Field("", description="host:port of node 0; needed with more than one machine")
+
+
+class Config(Section):
+    """A whole run. What TOML presets, `--config` and `key=value` fill, layer over layer."""
+
+    model: Model = Model()
+    data: Data = Data()
+    tokenizer: Tokenizer = Tokenizer()
+    training: Training = Training()
+    optimizer: Optimizer = Optimizer()
+    lr_schedule: LrSchedule = LrSchedule()
+    parallelism: Parallelism = Parallelism()
+    activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
+    compile: Compile = Compile()
+    checkpoint: Checkpoint = Checkpoint()
+    metrics: Metrics = Metrics()
+    launch: Launch = Launch()
