@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 Count = Annotated[int, Field(ge=1)]
 Whole = Annotated[int, Field(ge=0)]
@@ -29,7 +29,9 @@ class Model(Section):
     n_heads: Count | None = Field(None, description="query heads; unset: the flavor's")
     n_kv_heads: Count | None = Field(None, description="key and value heads (grouped-query attention); unset: the flavor's")
     ffn_dim: Count | None = Field(None, description="hidden width of the feed-forward, features; unset: the flavor's")
-    vocab_size: Count | None = Field(None, description="rows of the embedding, at least the tokenizer's size; unset: the flavor's")
+    vocab_size: Count | None = Field(
+        None, description="rows of the embedding, at least the tokenizer's size; unset: the flavor's"
+    )
     norm_eps: float | None = Field(None, gt=0, description="epsilon of RMSNorm; unset: the flavor's")
     rope_theta: float | None = Field(None, gt=0, description="base of the rotary frequencies; unset: the flavor's")
     tie_embeddings: bool | None = Field(None, description="use the embedding's matrix as the output head; unset: the flavor's")
@@ -40,7 +42,9 @@ class Data(Section):
     source: Literal["python-stdlib", "c4"] = Field(
         "python-stdlib", description="where text comes from: this interpreter's standard library, or allenai/c4 (streamed)"
     )
-    path: str = Field("", description="local file, or folder of .json.gz / .jsonl files, to read `source` from instead of the network")
+    path: str = Field(
+        "", description="local file, or folder of .json.gz / .jsonl files, to read `source` from instead of the network"
+    )
     shuffle_seed: Whole = Field(0, description="seed of the order of the packed sequences")
     val_every: Annotated[int, Field(ge=2)] = Field(20, description="every n-th document is held out for validation")
 
@@ -86,17 +90,13 @@ class Parallelism(Section):
     """dp_replicate x dp_shard x cp x tp x pp = ranks; ep divides dp_shard x cp x tp."""
 
     dp_replicate: Count = Field(1, description="copies of the model, each sharded over dp_shard ranks")
-    dp_shard: int = Field(-1, description="ranks that share one copy's parameters (FSDP2); -1: all that are left")
+    dp_shard: Count | Literal[-1] = Field(
+        -1, description="ranks that share one copy's parameters (FSDP2); -1: all that are left"
+    )
     tp: Count = Field(1, description="ranks that split each matrix (tensor parallel)")
     cp: Count = Field(1, description="ranks that split the sequence (context parallel)")
     pp: Count = Field(1, description="pipeline stages")
     ep: Count = Field(1, description="ranks that split the experts")
-
-    @model_validator(mode="after")
-    def _dp_shard(self) -> Parallelism:
-        if self.dp_shard < 1 and self.dp_shard != -1:
-            raise ValueError("dp_shard must be -1 (all ranks that are left) or at least 1")
-        return self
 
 
 class ActivationCheckpoint(Section):
@@ -131,7 +131,9 @@ class Launch(Section):
     gpus_per_node: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         "auto", description="ranks on each machine; auto: visible GPUs, on CPU the product of the fixed degrees"
     )
-    gpu: str = Field("auto", description="device to plan for: auto, cpu, or a GPU with its memory (A100-80, H100-80, H200-141 ...)")
+    gpu: str = Field(
+        "auto", description="device to plan for: auto, cpu, or a GPU with its memory (A100-80, H100-80, H200-141 ...)"
+    )
     runs_dir: str = Field("runs", description="folder that holds one folder for each run")
     timeout_s: float = Field(600.0, gt=0, description="longest time for one collective after warm-up, seconds")
     rendezvous: str = Field("", description="host:port of node 0; needed with more than one machine")

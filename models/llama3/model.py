@@ -1,0 +1,172 @@
+"""Llama 3, a decoder for one device. It knows its own dimensions, nothing of meshes, the environment or checkpoints.
+
+Read from the bottom: Llama3 embeds tokens, passes them through equal blocks, and multiplies with the vocabulary. In the
+shapes B is sequences, T positions, H heads, D features of a head.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titan_cli.models.common import rope
+from titan_cli.models.common.attention import attend
+from titan_cli.models.common.rmsnorm import RMSNorm
+from titan_cli.models.llama3.config import Llama3Config
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions, in which n_heads queries share n_kv_heads keys and values."""
+
+    def __init__(self, config: Llama3Config) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        heads, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+        self.wq = nn.Linear(config.dim, heads, bias=False)
+        self.wk = nn.Linear(config.dim, kv, bias=False)
+        self.wv = nn.Linear(config.dim, kv, bias=False)
+        self.wo = nn.Linear(heads, config.dim, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        # The number of heads comes from the tensors: under tensor parallelism wq, wk and wv give only this rank's heads.
+        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        out = attend(rope.rotate(q, cos, sin), rope.rotate(k, cos, sin), v)  # (B, H, T, D)
+        return self.wo(out.transpose(1, 2).flatten(2))  # (B, T, dim)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (2002.05202): w1 gates what w3 proposes, w2 brings it back to dim."""
+
+    def __init__(self, config: Llama3Config) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
+        self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class TransformerBlock(nn.Module):
+    """One layer: attention, then feed-forward, each added to the residual stream (B, T, dim).
+
+    It does not know which layer it is, changes no state and gets the rotary tables as arguments, so one compiled graph
+    serves every block.
+    """
+
+    def __init__(self, config: Llama3Config) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        self.attention = Attention(config)
+        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
+        self.feed_forward = FeedForward(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class TiedHead(nn.Module):
+    """The head of a model with tied embeddings: it borrows the embedding's weight.
+
+    A module without parameters, so that `output` is a module in every Llama3 and hooks find it there.
+    """
+
+    def forward(self, h: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(h, weight)
+
+
+class Llama3(nn.Module):
+    """Tokens (B, T) to logits (B, T, vocab_size), for T up to `seq_len`.
+
+    Built, the parameters hold whatever torch's layers start with (on the meta device nothing): call `init_weights`.
+    """
+
+    rope_cos: Tensor
+    rope_sin: Tensor
+
+    def __init__(self, config: Llama3Config, seq_len: int) -> None:
+        super().__init__()
+        self.config = config
+        self.seq_len = seq_len
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
+        # A dict: its keys are the layers' names, and they stay when a stage of a pipeline deletes the layers of others.
+        self.layers = nn.ModuleDict({str(i): TransformerBlock(config) for i in range(config.n_layers)})
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.output = TiedHead() if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
+        # Not persistent: they follow from the config, and a checkpoint must not fix the sequence length.
+        for name in ("rope_cos", "rope_sin"):
+            table = torch.empty(seq_len, config.head_dim // 2, dtype=torch.float32)
+            self.register_buffer(name, table, persistent=False)
+        self.init_buffers()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        positions = tokens.shape[1]
+        assert positions <= self.seq_len, f"{positions} positions, but the rotary tables end at seq_len {self.seq_len}"
+        cos, sin = self.rope_cos[:positions], self.rope_sin[:positions]  # (T, D/2)
+        h = self.tok_embeddings(tokens)  # (B, T, dim)
+        for block in self.layers.values():
+            h = block(h, cos, sin)
+        h = self.norm(h)
+        return self.output(h, self.tok_embeddings.weight) if self.config.tie_embeddings else self.output(h)
+
+    def init_weights(self, seed: int) -> None:
+        """Fills every parameter and buffer of a model that is whole on one device. Same seed, same weights."""
+        with torch.no_grad():
+            for name, parameter in self.named_parameters():
+                value = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+                self.init_parameter(name, value, generator_for(seed, name))
+                parameter.copy_(value)
+        self.init_buffers()
+
+    def init_parameter(self, name: str, value: Tensor, generator: torch.Generator) -> None:
+        """Fills `value`, the whole of parameter `name` as float32 on the CPU; who holds a shard takes it from there.
+
+        The values follow from name, shape and generator alone, so no layout, device or dtype of the model changes them.
+        """
+        assert value.dtype == torch.float32, f"{name}: another dtype ({value.dtype}) would draw other values"
+        std = self._init_std(name)
+        if std is None:
+            value.fill_(1.0)  # a norm's weight
+        else:
+            # Cut at 3 sigma by clamping: nn.init.trunc_normal_ takes 7 times as long on the CPU, and torch 2.13 draws other
+            # values from the same generator than 2.11.
+            value.normal_(0.0, std, generator=generator).clamp_(-3 * std, 3 * std)
+
+    def _init_std(self, name: str) -> float | None:
+        match name.split(".")[-2]:
+            case "attention_norm" | "ffn_norm" | "norm":
+                return None
+            case "wo" | "w2":
+                # 2 x n_layers of these outputs add up in the residual stream; together they should weigh as one (GPT-2).
+                return 0.02 / math.sqrt(2 * self.config.n_layers)
+            case "output":
+                # The norm before it gives features of size 1, so logits have variance 1: the first loss is ln(vocab) + 1/2.
+                return self.config.dim**-0.5
+            case _:
+                # The embedding too. With std 1 the blocks start too weak against it: `debug` is at held-out loss 3.2 after
+                # 200 steps instead of 2.9. And as a tied head it would start at loss 120.
+                return 0.02
+
+    def init_buffers(self) -> None:
+        """Recomputes the rotary tables, in place, on whatever device they are (after `to_empty` they hold garbage).
+
+        Always float32 values from the CPU, also for a float64 model: every device and dtype then turns by the same angles.
+        """
+        freqs = rope.frequencies(self.config.head_dim, self.config.rope_theta, self.config.rope_scaling)
+        cos, sin = rope.tables(self.seq_len, freqs)
+        self.rope_cos.copy_(cos)
+        self.rope_sin.copy_(sin)
+
+
+def generator_for(seed: int, name: str) -> torch.Generator:
+    """A CPU generator for one parameter: of all numbers that a run draws, only seed and name choose these.
+
+    Python's hash() of a string differs between processes, hence SHA-256; 4 bytes, as the CPU generator reads no more.
+    """
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:4], "little"))

@@ -1,0 +1,69 @@
+"""The shipped presets: each loads, says its hardware, and the tests' twins are comparable."""
+
+import pytest
+import tomli
+
+from titan_cli.config import derive, dump, presets
+from titan_cli.config.layers import load
+from titan_cli.config.schema import Config
+
+
+@pytest.mark.parametrize("name", presets.names())
+def test_preset_loads_and_resolves_without_a_machine(name: str) -> None:
+    config = load(name).config
+    resolved = derive.resolve(config, visible_gpus=0)
+    assert resolved.world_size == resolved.dp * resolved.tp
+    assert derive.not_trained_yet(config) == []
+
+
+@pytest.mark.parametrize("name", presets.names())
+def test_first_line_says_the_hardware(name: str) -> None:
+    hardware = presets.hardware(presets.find(name))
+    assert any(word in hardware for word in ("CPU", "GPU", "H100"))
+    assert len(hardware) <= 40  # a column of `titan presets ls`
+
+
+@pytest.mark.parametrize("name", presets.names())
+def test_preset_states_only_what_differs(name: str) -> None:
+    stated = tomli.loads(presets.find(name).read_text())
+    defaults = dump.values(Config())
+    same = [f"{s}.{k}" for s, table in stated.items() if s != "extends" for k, v in table.items() if defaults[f"{s}.{k}"] == v]
+    # Presets for several GPUs state nodes, GPUs and kind together; 1000 steps are said where their tokens are counted.
+    assert set(same) <= {"launch.nodes", "training.steps"}
+
+
+@pytest.mark.parametrize("name", [n for n in presets.names() if n.startswith("llama3-debug-")])
+def test_debug_twins_differ_only_in_parallelism_and_launch(name: str) -> None:
+    tests_model, twin = (dump.values(load(n).config) for n in ("llama3-debug", name))
+    differing = {key.partition(".")[0] for key in twin if twin[key] != tests_model[key]}
+    assert differing <= {"parallelism", "launch"}
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "accumulation"),
+    [
+        ("debug", 1, 1),
+        ("llama3-debug", 1, 4),
+        ("llama3-debug-2d", 4, 2),
+        ("llama3-1b", 1, 64),
+        ("llama3-8b-1d", 8, 8),
+        ("llama3-8b-2d", 8, 16),
+    ],
+)
+def test_the_arithmetic_of_the_comments(name: str, world: int, accumulation: int) -> None:
+    resolved = derive.resolve(load(name).config, visible_gpus=0)
+    assert (resolved.world_size, resolved.gradient_accumulation_steps) == (world, accumulation)
+
+
+def test_debug_is_a_thousand_tokens_a_step() -> None:
+    training = load("debug").config.training
+    assert training.seq_len * training.local_batch_size == 1024
+
+
+def test_debug_spreads_over_the_gpus_that_are_there() -> None:
+    assert derive.resolve(load("debug").config, visible_gpus=8).dp_shard == 8
+
+
+def test_the_same_layout_without_a_network() -> None:
+    config = load("llama3-8b-2d", overrides=["data.source=python-stdlib", "tokenizer.name=titan"]).config
+    assert derive.resolve(config, visible_gpus=0).world_size == 8

@@ -1,0 +1,128 @@
+"""What this machine lacks for a run, found before anything is started. Each check is a function that returns problems."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from titan_cli.config.derive import not_trained_yet
+from titan_cli.errors import ExitCode, TitanError
+from titan_cli.plan.target import Target
+from titan_cli.tokenizer.tokenizer import vocab_size
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that keeps a run from starting, and what to do: advice, or the override that supplies what is missing."""
+
+    what: str
+    fix: str = ""
+    supply: str = ""
+
+
+def refuse(target: Target, command: str) -> None:
+    """Raise one TitanError (refused, exit 3) with everything that is missing. `command` is the line to repeat in hints."""
+    problems = [*not_yet(target), *gpus(target), *memory(target), *tokenizer(target), *text(target, os.environ)]
+    if problems:
+        hints = [*dict.fromkeys(p.fix for p in problems if p.fix)]
+        if supplies := [p.supply for p in problems if p.supply]:
+            hints.append(f"either  {command} {' '.join(supplies)}")
+            hints.append(
+                f"or      {command} data.source=python-stdlib tokenizer.name=titan   # same model and layout, no download"
+            )
+        raise TitanError("\n".join(p.what for p in problems), "\n".join(hints), ExitCode.REFUSED)
+
+
+def not_yet(target: Target) -> list[Problem]:
+    several = [
+        Problem(
+            f"launch.nodes={target.config.launch.nodes}: titan starts runs on one machine only, so far", "set launch.nodes=1"
+        )
+    ]
+    return [*(Problem(what) for what in not_trained_yet(target.config)), *(several if target.config.launch.nodes > 1 else [])]
+
+
+def gpus(target: Target) -> list[Problem]:
+    """Whether the GPUs that the plan is for are here."""
+    if target.device == "cpu":
+        return []
+    wanted, here = target.world.ranks_per_node, target.visible
+    if len(here) < wanted:
+        name = f" {target.gpu.name}" if target.gpu else ""
+        return [
+            Problem(
+                f"needs {wanted}{name} GPUs on this machine, and {len(here)} are visible",
+                "see `nvidia-smi` and CUDA_VISIBLE_DEVICES\n"
+                "without GPUs: --dry-run shows the plan, and --preset debug trains on a CPU",
+            )
+        ]
+    other = [gpu for gpu in here[:wanted] if target.gpu and gpu.capability != target.gpu.capability]
+    if other and target.gpu:
+        capability = ".".join(map(str, target.gpu.capability))
+        return [
+            Problem(
+                f"planned for {target.gpu.name} (compute capability {capability}), but this machine has {other[0].name}",
+                "set launch.gpu=auto to plan for the GPUs that are here",
+            )
+        ]
+    return []
+
+
+def memory(target: Target) -> list[Problem]:
+    """Whether the states alone, which nothing but another layout makes smaller, exceed the device."""
+    sizes = [gpu.memory_gib for gpu in (*target.visible[: target.world.ranks_per_node], target.gpu) if gpu]
+    need = target.states.total / 2**30
+    if target.device == "cpu" or not sizes or need <= min(sizes):
+        return []
+    return [
+        Problem(
+            f"will not fit: {target.states.sentence()}, before any activation; the device has {min(sizes):.1f} GiB",
+            "use more ranks (parallelism.dp_shard, parallelism.tp), or a smaller model.flavor",
+        )
+    ]
+
+
+def tokenizer(target: Target) -> list[Problem]:
+    """Whether the tokenizer is here and its ids fit the embedding."""
+    name, path = target.config.tokenizer.name, target.config.tokenizer.path
+    try:
+        size = vocab_size(name, path)
+    except TitanError as error:
+        if name == "llama3" and not path:
+            # Meta's file; the licence must be accepted on the model's page, so nothing can fetch it for the user.
+            return [Problem(error.message, supply="tokenizer.path=FOLDER/original/tokenizer.model")]
+        return [Problem(error.message, error.hint)]
+    if size > target.model.vocab_size:
+        what = f"the tokenizer {path or name} has {size} ids, more than model.vocab_size = {target.model.vocab_size}"
+        return [Problem(what, f"set model.vocab_size={-(-size // 64) * 64}")]
+    return []
+
+
+def text(target: Target, environ: Mapping[str, str]) -> list[Problem]:
+    """Whether streamed data can be reached from here."""
+    data = target.config.data
+    if data.source != "c4" or data.path:
+        return []
+    offline = next(
+        (name for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE") if environ.get(name, "0") not in ("", "0")), None
+    )
+    endpoint = environ.get("HF_ENDPOINT", "https://huggingface.co")
+    why = f"{offline} is set" if offline else _unreachable(endpoint)
+    if not why:
+        return []
+    return [Problem(f"data.source=c4 is streamed from {endpoint}, which cannot be reached: {why}", supply="data.path=FOLDER")]
+
+
+def _unreachable(url: str) -> str:
+    """Why a server does not answer, in a few words; empty if it does, whatever it answers. Proxies are respected."""
+    import urllib.error
+    import urllib.request
+
+    try:
+        urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=5).close()
+    except urllib.error.HTTPError:
+        return ""
+    except OSError as error:
+        return str(getattr(error, "reason", error))
+    return ""

@@ -1,0 +1,293 @@
+"""Runs torchrun as a child: watches its run folder, passes signals on, and names the cause when it fails."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+import psutil
+
+from titan_cli.errors import ExitCode
+from titan_cli.runs import records
+from titan_cli.runs.folder import Attempt, RunFolder
+from titan_cli.runs.records import Tail
+from titan_cli.worker.stop import end_with_parent
+
+POLL_S = 0.1
+HEARTBEAT_S = 5.0
+
+
+class Screen(Protocol):
+    """Where the launcher shows what it reads."""
+
+    def feed(self, found: Sequence[dict[str, Any]], log_lines: Sequence[str]) -> None: ...
+    def tick(self, now: float) -> None: ...
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How an attempt ended. `rank`, `where` and `log` say where to look when it failed."""
+
+    code: ExitCode
+    message: str
+    hint: str = ""
+    rank: int | None = None
+    step: int | None = None
+    phase: str | None = None
+    where: str = ""
+    log: str = ""
+
+
+@dataclass
+class Signals:
+    """Signals this launcher received, in order. The handler only notes them; the loop acts."""
+
+    received: list[int] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def handled(self) -> Iterator[Signals]:
+        def note(number: int, frame: FrameType | None) -> None:
+            self.received.append(number)
+
+        caught = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+        before = {number: signal.signal(number, note) for number in caught}
+        before[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a closed terminal is no reason to stop
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+class Watcher:
+    """One attempt's child process and everything that is read from its folder while it runs."""
+
+    def __init__(self, run: RunFolder, attempt: Attempt, ranks: int, screen: Screen, saved_step: int = 0) -> None:
+        self.run, self.attempt, self.ranks, self.screen = run, attempt, ranks, screen
+        self.events = [Tail(attempt.rank_events(rank)) for rank in range(ranks)]
+        self.metrics = Tail(run.metrics)
+        self.metrics.read()  # what earlier attempts wrote was shown when they ran
+        self.log = LogTail(attempt.rank_log(0))
+        self.pids: dict[int, int] = {}
+        self.told: set[int] = set()
+        self.phases: dict[int, tuple[str, float]] = {}
+        self.exits: dict[int, int] = {}
+        self.step = self.saved_step = saved_step
+
+    def read(self) -> None:
+        """Take in what the ranks wrote since the last call and show it."""
+        found = [event for tail in self.events for event in tail.read()]
+        for event in found:
+            self._note(event)
+        lines = [m for m in self.metrics.read() if m["attempt"] == self.attempt.number]
+        shown = [event for event in found if event["rank"] == 0 or event["level"] != "info"]
+        self.screen.feed([*shown, *lines], self.log.read())
+
+    def _note(self, event: dict[str, Any]) -> None:
+        rank = event["rank"]
+        self.pids.setdefault(rank, event["data"].get("pid", 0))
+        if event["phase"] and event["phase"] != self.phases.get(rank, ("", 0.0))[0]:
+            self.phases[rank] = (event["phase"], event["time"])
+        self.step = max(self.step, event["step"] or 0)
+        if event["kind"] == "checkpoint" and rank == 0:
+            self.saved_step = event["step"]
+        if event["kind"] == "exit":
+            self.exits[rank] = event["data"]["code"]
+        if event["kind"] in ("phase", "alert", "signal") and (rank == 0 or event["level"] != "info"):
+            records.append(self.run.events, event)
+
+    def ask_to_stop(self) -> None:
+        """SIGTERM to each worker, once; a worker that has not started yet is told when it has."""
+        for rank, pid in self.pids.items():
+            if pid and rank not in self.told:
+                self.told.add(rank)
+                with contextlib.suppress(ProcessLookupError):  # ended by itself meanwhile
+                    os.kill(pid, signal.SIGTERM)
+
+    def late(self, warmup_timeout_s: float, now: float) -> list[int]:
+        """Ranks that have been building or compiling for longer than they may."""
+        slow = ("starting", "building", "compiling")
+        return [r for r, (phase, since) in sorted(self.phases.items()) if phase in slow and now - since > warmup_timeout_s]
+
+
+class LogTail:
+    """Whole lines that were added to a text file since the last call; the last ones only, if there are many."""
+
+    def __init__(self, path: Path, keep_bytes: int = 65536) -> None:
+        self.path, self.keep_bytes, self._offset = path, keep_bytes, 0
+
+    def read(self) -> list[str]:
+        try:
+            with self.path.open("rb") as file:
+                end = file.seek(0, os.SEEK_END)
+                self._offset = max(self._offset, end - self.keep_bytes)
+                file.seek(self._offset)
+                chunk = file.read()
+        except FileNotFoundError:
+            return []
+        whole = chunk[: chunk.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return whole.decode(errors="replace").splitlines()
+
+
+def run_attempt(
+    watcher: Watcher,
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    signals: Signals,
+    warmup_timeout_s: float,
+    heartbeat: Callable[[str], None],
+) -> Ending:
+    """Start the child and stay with it until it has ended and everything it wrote was read. No process outlives this call.
+
+    `heartbeat` is called with the state (a status.json word) every few seconds and whenever the state changes.
+    """
+    forced: Ending | None = None
+    with watcher.attempt.torchrun_log.open("ab") as log:
+        # Its own session: Ctrl-C in the terminal must reach the launcher alone, which then lets the workers save.
+        child = subprocess.Popen(
+            argv,
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            preexec_fn=end_with_parent,
+        )
+    told, told_at = "", 0.0
+    try:
+        while child.poll() is None and forced is None:
+            watcher.read()
+            now = time.time()
+            if signals.received:
+                watcher.ask_to_stop()
+            if len(signals.received) > 1:
+                forced = _second_signal(watcher, signals)
+            elif late := watcher.late(warmup_timeout_s, now):
+                forced = _hang(watcher, late, warmup_timeout_s)
+            state = "stopping" if signals.received else watcher.phases.get(0, ("starting", 0.0))[0]
+            if state != told or now - told_at > HEARTBEAT_S:
+                told, told_at = state, now
+                heartbeat(state)
+            watcher.screen.tick(now)
+            time.sleep(POLL_S)
+    finally:
+        kill_tree(child)
+    watcher.read()
+    return forced or _ending(watcher, child.returncode, signals)
+
+
+def kill_tree(child: subprocess.Popen[bytes]) -> None:
+    """End the child and all that it started; nothing happens to those that have ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        tree = psutil.Process(child.pid)
+        for process in [tree, *tree.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+    child.wait()
+
+
+def _second_signal(watcher: Watcher, signals: Signals) -> Ending:
+    lost = watcher.step - watcher.saved_step
+    code = ExitCode.INTERRUPTED if signals.received[0] == signal.SIGINT else ExitCode.STOPPED_WITH_LOSS
+    return Ending(code, f"stopped at once by a second signal; up to {lost} steps since the last commit are lost")
+
+
+def _hang(watcher: Watcher, late: list[int], warmup_timeout_s: float) -> Ending:
+    rank = late[0]
+    phase = watcher.phases[rank][0]
+    return Ending(
+        ExitCode.HANG,
+        f"ranks {late[:8]} are {phase} for more than compile.warmup_timeout_s = {warmup_timeout_s:g} s",
+        "look at the rank's log for what it waits for, or raise compile.warmup_timeout_s",
+        rank,
+        watcher.step,
+        phase,
+        log=str(watcher.attempt.rank_log(rank)),
+    )
+
+
+def _ending(watcher: Watcher, returncode: int, signals: Signals) -> Ending:
+    """What the folder says happened. Error files name causes; torchrun's own status only says that something failed."""
+    log = watcher.attempt.torchrun_log.read_text(errors="replace")
+    errors = [e for rank in range(watcher.ranks) if (e := records.read_json(watcher.attempt.rank_error(rank)))]
+    causes = sorted((e for e in errors if not e["peer"]), key=lambda e: e["time"])
+    if causes:
+        return _from_error(watcher, causes[0])
+    if killed := _killed_rank(log):
+        rank, number = killed
+        name = signal.Signals(number).name
+        ending = _at_rank(watcher, rank, ExitCode.WORKER_KILLED, f"rank {rank} was killed by {name}")
+        return replace(
+            ending, hint="repeat the line to continue; if nobody sent it, look for the kernel's out-of-memory killer (dmesg)"
+        )
+    if errors:
+        return _from_error(watcher, min(errors, key=lambda e: e["time"]))
+    if returncode == 0 and 0 in watcher.exits:
+        if watcher.exits[0] == ExitCode.DONE:
+            return Ending(ExitCode.DONE, f"done at step {watcher.step}")
+        interrupted = signals.received[:1] == [signal.SIGINT]
+        code = ExitCode.INTERRUPTED if interrupted else ExitCode(watcher.exits[0])
+        what = f"step {watcher.saved_step} is saved" if watcher.saved_step else "nothing new to save"
+        return Ending(code, f"stopped, {what}; repeat the line to continue", step=watcher.step)
+    if signals.received and not watcher.pids:
+        code = ExitCode.INTERRUPTED if signals.received[0] == signal.SIGINT else ExitCode.STOPPED
+        return Ending(code, "stopped before the workers had started; nothing to save")
+    return _torchrun_failed(watcher, log, returncode)
+
+
+def _from_error(watcher: Watcher, error: dict[str, Any]) -> Ending:
+    rank = error["rank"]
+    message = f"{error['type']}: {error['message']}" if error["exit"] != ExitCode.REFUSED else error["message"]
+    return Ending(
+        ExitCode(error["exit"]),
+        message,
+        error.get("hint", ""),
+        rank,
+        error["step"],
+        error["phase"],
+        error["where"],
+        str(watcher.attempt.rank_log(rank)),
+    )
+
+
+def _at_rank(watcher: Watcher, rank: int, code: ExitCode, message: str) -> Ending:
+    phase = watcher.phases.get(rank, ("starting", 0.0))[0]
+    return Ending(code, message, "", rank, watcher.step, phase, log=str(watcher.attempt.rank_log(rank)))
+
+
+def _killed_rank(torchrun_log: str) -> tuple[int, int] | None:
+    """(rank, signal) of the first worker that torchrun saw die of a signal other than the ones we send."""
+    for rank, number in re.findall(r"rank\s*:\s*(\d+).*?exitcode\s*:\s*-(\d+)", torchrun_log, flags=re.DOTALL):
+        if int(number) != signal.SIGTERM:
+            return int(rank), int(number)
+    return None
+
+
+def _torchrun_failed(watcher: Watcher, log: str, returncode: int) -> Ending:
+    last = next((line for line in reversed(log.splitlines()) if line.strip()), "")
+    path = str(watcher.attempt.torchrun_log)
+    if "EADDRINUSE" in log or "address already in use" in log.lower():
+        return Ending(
+            ExitCode.RENDEZVOUS, "the rendezvous port is in use", "choose another one, or leave it out for a free one", log=path
+        )
+    if any(word in log for word in ("RendezvousConnectionError", "RendezvousTimeoutError", "DistNetworkError")):
+        return Ending(
+            ExitCode.RENDEZVOUS, f"the ranks did not find each other: {last}", "check the rendezvous address", log=path
+        )
+    if "usage: run.py" in log or "unrecognized arguments" in log:
+        return Ending(
+            ExitCode.USAGE, f"torchrun refused its arguments: {last}", "see the arguments after -- in your command", log=path
+        )
+    return Ending(
+        ExitCode.UNEXPECTED, f"torchrun ended with status {returncode} and no rank said why: {last}", "see the log", log=path
+    )

@@ -1,0 +1,56 @@
+"""Saves and loads everything a run needs to go on, so that a crash at any moment leaves the last commit intact."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from titan_cli.runs import records
+from titan_cli.runs.folder import COMMIT_MARKER, RunFolder, committed_steps
+
+
+def save(
+    run: RunFolder, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], keep: int
+) -> Path:
+    """Write checkpoints/step-N on all ranks and commit it. Returns its folder.
+
+    `state` is plain data that `load` gives back. The marker is written last and holds it: a folder without the marker is
+    torn and nobody picks it. Older commits beyond `keep` (0: none) are deleted after the new one stands.
+    """
+    folder = run.checkpoint(step)
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)  # a torn one of the same step
+        folder.mkdir(parents=True)
+    dist.barrier()
+    weights, moments = get_state_dict(model, optimizer)
+    state_dict_saver.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        records.write_json(folder / COMMIT_MARKER, {"step": step, **state})
+        _delete_old(run, keep)
+    dist.barrier()
+    return folder
+
+
+def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Fill model and optimizer from a committed checkpoint, of any layout of the same model. Returns the saved state."""
+    weights, moments = get_state_dict(model, optimizer)
+    content: dict[str, Any] = {"model": weights, "optimizer": moments}
+    state_dict_loader.load(content, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=content["model"], optim_state_dict=content["optimizer"])
+    return records.read_json(folder / COMMIT_MARKER)
+
+
+def _delete_old(run: RunFolder, keep: int) -> None:
+    old = committed_steps(run)[:-keep] if keep else []
+    for step in old:
+        folder = run.checkpoint(step)
+        (folder / COMMIT_MARKER).unlink()  # first, so that half a deletion is not a commit
+        shutil.rmtree(folder)

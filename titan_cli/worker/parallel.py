@@ -1,0 +1,184 @@
+"""Makes one model run on many ranks, as the plan says: tensor parallel, checkpointing, compile, FSDP, in this order."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils.checkpoint import checkpoint
+
+from titan_cli.config.derive import Resolved
+from titan_cli.plan.names import lookup
+from titan_cli.plan.planner import Plan
+from titan_cli.worker import private
+
+
+def build_mesh(world: Resolved, device: str) -> DeviceMesh:
+    """The ranks as a grid (dp_replicate, dp_shard, tp): neighbours in rank are neighbours in tp, the chattiest dimension."""
+    return init_device_mesh(
+        device, (world.dp_replicate, world.dp_shard, world.tp), mesh_dim_names=("dp_replicate", "dp_shard", "tp")
+    )
+
+
+def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Plan, tp_plan: Mapping[str, str]) -> None:
+    """Change a meta-device model in place so that it trains on `mesh`. Names of parameters and modules do not change."""
+    # First, because it replaces parameters by DTensors, which everything after it must see.
+    if mesh["tp"].size() > 1:
+        apply_tensor_parallel(model, mesh["tp"], tp_plan)
+    # A cure is a hook on an eager module, so it comes after tensor parallel's own hooks, which it waits for.
+    for cure in plan.cures:
+        CURES[cure["what"]](model)
+    # Each block's forward, from the inside out. FSDP's hooks run in Module.__call__, outside of this onion, which is
+    # what keeps the graphs whole.
+    for block in blocks(model):
+        block.forward = wrap(block.forward, plan)
+    # Last: it moves parameters into sharded storage and must see the final ones.
+    apply_fsdp(model, mesh["dp_replicate", "dp_shard"], plan.dtype)
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The transformer blocks that this rank holds, first to last."""
+    layers = model.get_submodule("layers")
+    return list(layers.children())
+
+
+def wrap(forward: Callable, plan: Plan) -> Callable:
+    """`forward` with activation checkpointing and compile around it, in the plan's order.
+
+    Wrapping the bound method instead of the module keeps every parameter's name; a closure and not functools.partial,
+    which Dynamo does not look into ("found no compiled frames").
+    """
+    inside = plan.ac == "inside"
+    if plan.ac_mode == "full" and inside:
+        forward = checkpointed(forward)
+    for compiled in plan.wraps:
+        forward = torch.compile(forward, backend=plan.backend, fullgraph=compiled["fullgraph"])
+    if plan.ac_mode == "full" and not inside:
+        forward = checkpointed(forward)
+    return forward
+
+
+def checkpointed(forward: Callable) -> Callable:
+    """`forward` that keeps only its inputs and runs again in backward."""
+
+    def recompute(*args: torch.Tensor) -> torch.Tensor:
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False)  # nothing in a block is random
+
+    return recompute
+
+
+def wait_on_embedding(model: nn.Module) -> None:
+    """Hand the blocks an embedding that has arrived (the rule tp-embedding-wait says why)."""
+
+    def wait(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
+        return private.wait_tensor(output)
+
+    model.get_submodule("tok_embeddings").register_forward_hook(wait)
+
+
+# What a plan's cures mean.
+CURES: Mapping[str, Callable[[nn.Module], None]] = {"wait on tok_embeddings output": wait_on_embedding}
+
+
+def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, tp_plan: Mapping[str, str]) -> None:
+    """Cut the model along `mesh` where the family's TP_PLAN says, with sequence parallel between the cuts.
+
+    Every parameter becomes a DTensor on the mesh, replicated where it is not cut: one mesh for all is what makes the
+    gradient norm right.
+    """
+    found = {name: lookup(name, tp_plan) for name, _ in model.named_modules()}
+    parallelize_module(model, mesh, {name: STYLES[style]() for name, style in found.items() if style})
+
+
+class GatherFirst(PrepareModuleInput):
+    """Gather the first argument along the sequence once, for all column-parallel modules inside; leave the others."""
+
+    def __init__(self) -> None:
+        super().__init__(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+
+    def _prepare_input_fn(self, inputs: tuple, device_mesh: DeviceMesh) -> tuple:
+        (first,) = super()._prepare_input_fn(inputs[:1], device_mesh)
+        return (first, *inputs[1:])
+
+
+# The words of models/*/tp_plan.py in torch's styles.
+STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
+    "embedding": lambda: RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    "colwise": ColwiseParallel,
+    "rowwise": lambda: RowwiseParallel(output_layouts=Shard(1)),
+    "sequence": SequenceParallel,
+    "gather": GatherFirst,
+    "head": lambda: ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+}
+
+
+def apply_fsdp(model: nn.Module, mesh: DeviceMesh, dtype: str) -> None:
+    """Shard parameters, gradients and optimizer over `mesh` (dp_replicate, dp_shard), one unit for each block.
+
+    Also at degree 1: the mixed-precision policy is what casts float32 parameters to the compute type, so one path
+    serves every world size. Gradients are summed, not averaged: the loss is already divided by the tokens of all ranks.
+    """
+    # Inputs are not cast: tokens need none, h has the compute type already, and bfloat16 rotary tables would blur positions.
+    policy = MixedPrecisionPolicy(getattr(torch, dtype), reduce_dtype=master_dtype(dtype), cast_forward_inputs=False)
+    shard = partial(fully_shard, mesh=mesh if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"], mp_policy=policy)
+    for block in blocks(model):
+        shard(block)
+    if "output.weight" in dict(model.named_parameters()):  # a tied head needs the embedding: both stay in the root unit
+        shard(model.get_submodule("tok_embeddings"))
+        # The head is the last in forward and the first in backward: keep it gathered in between.
+        head = [model.get_submodule("norm"), model.get_submodule("output")]
+        shard(head, reshard_after_forward=False)
+    shard(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # else a factor becomes PREMUL_SUM, which gloo does not have
+
+
+def master_dtype(dtype: str) -> torch.dtype:
+    """The type of parameters, gradients and optimizer for a compute type: never below float32."""
+    return torch.promote_types(getattr(torch, dtype), torch.float32)
+
+
+# Initial values are drawn in blocks of this many rows, each from a generator of its own: a rank draws its rows and no others.
+INIT_ROWS = 256
+
+
+def materialize(model: nn.Module, device: torch.device, seed: int) -> None:
+    """Give a parallelized meta model its storage and weights that depend on the seed and the names, not on the layout.
+
+    (They do depend on the kind of device: a CPU and a GPU draw different numbers.)
+    """
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            start, *columns = private.local_slices(parameter)
+            for row in range(start.start - start.start % INIT_ROWS, start.stop, INIT_ROWS):
+                rows = torch.empty(
+                    min(INIT_ROWS, len(parameter) - row), *parameter.shape[1:], dtype=torch.float32, device=device
+                )
+                model.init_parameter(name, rows, generator(f"{seed}/{name}/{row}", device))
+                first, last = max(row, start.start), min(row + INIT_ROWS, start.stop)
+                local[first - start.start : last - start.start] = rows[(slice(first - row, last - row), *columns)]
+        model.init_buffers()
+
+
+def generator(key: str, device: torch.device) -> torch.Generator:
+    """A random generator that depends on `key` alone (Python's own hash() differs from process to process)."""
+    digest = hashlib.sha256(key.encode()).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") % 2**63)

@@ -1,0 +1,345 @@
+"""The training loop: reads a run folder, applies its plan, trains, and leaves metrics, events and checkpoints there."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titan_cli import hardware
+from titan_cli.config.derive import Resolved, model_config, resolve
+from titan_cli.config.layers import load
+from titan_cli.config.schema import Config
+from titan_cli.errors import ExitCode, TitanError
+from titan_cli.models.llama3.model import Llama3
+from titan_cli.models.llama3.tp_plan import TP_PLAN
+from titan_cli.plan.facts import parse_version
+from titan_cli.plan.planner import Plan
+from titan_cli.runs import records
+from titan_cli.runs.folder import RunFolder, committed_steps
+from titan_cli.tokenizer.tokenizer import load as load_tokenizer
+from titan_cli.worker import checkpoint, optim, private
+from titan_cli.worker.data import Batch, Data, build_data
+from titan_cli.worker.parallel import build_mesh, master_dtype, materialize, parallelize
+from titan_cli.worker.report import Reporter
+from titan_cli.worker.stop import StopRequest
+
+# The first steps of an attempt still pay for caches, allocators and clocks; tok/s leaves them out.
+UNTIMED_STEPS = 2
+
+
+class NotFinite(Exception):
+    """A loss or gradient became NaN or infinite; nothing was updated with it."""
+
+
+def train(run: RunFolder, report: Reporter, stop: StopRequest) -> ExitCode:
+    """Train the run in `run` to its last step, or until asked to stop. Called once on every rank, under torchrun."""
+    config = load(config_file=str(run.config)).config
+    plan = Plan.from_json(records.read_json(run.plan))
+    check_machine(plan)
+    device = set_up_device(plan, config)
+    world = resolve(config, int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if plan.device == "cuda" else 0)
+    report.phase("building", f"{config.model.family} {config.model.flavor} on {world.world_size} x {device.type}")
+    trainer = build(config, plan, world, device, run)
+    report.phase("compiling", plan.sentence())
+    begin = time.perf_counter()
+    trainer.warm_up()
+    dist.barrier()
+    report.event("phase", "warm-up finished", seconds=round(time.perf_counter() - begin, 2))
+    private.set_collective_timeout(config.launch.timeout_s)
+    report.step = trainer.step
+    report.phase("running", f"from step {trainer.step + 1} to {config.training.steps}")
+    return trainer.run_steps(run, report, stop)
+
+
+def check_machine(plan: Plan) -> None:
+    """The plan was made for one torch and one device; another one would be wrapped by rules that do not hold there."""
+    here = ".".join(map(str, parse_version(torch.__version__)))
+    if plan.torch != here:
+        raise TitanError(
+            f"the plan was made for torch {plan.torch}, but this worker runs torch {here}",
+            "start titan with the Python that the workers use, so that it plans for their torch",
+            ExitCode.REFUSED,
+        )
+    if plan.device == "cuda" and not torch.cuda.is_available():
+        raise TitanError(
+            "the plan is for a GPU and this worker sees none",
+            "check `nvidia-smi` and CUDA_VISIBLE_DEVICES on this machine, or set launch.gpu=cpu",
+            ExitCode.REFUSED,
+        )
+    if plan.device == "cuda" and plan.capability and torch.cuda.get_device_capability() != plan.capability:
+        name = torch.cuda.get_device_name()
+        raise TitanError(
+            f"the plan is for compute capability {plan.capability}, but {name} has {torch.cuda.get_device_capability()}",
+            "set launch.gpu to the GPU of this machine, or to auto",
+            ExitCode.REFUSED,
+        )
+
+
+def set_up_device(plan: Plan, config: Config) -> torch.device:
+    """Join the process group (NCCL for CUDA tensors, gloo for CPU ones) and choose this rank's device."""
+    # Once a log line for every rank, about writing in place on a unit's output, which no model here does ...
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    # ... and about two small all-reduces where one would do: the gradient norm, once a step.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    if config.training.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic with it only
+        torch.use_deterministic_algorithms(True)
+    torch.set_float32_matmul_precision("high" if config.training.dtype == "bfloat16" else "highest")
+    timeout = timedelta(seconds=config.compile.warmup_timeout_s)
+    if plan.device == "cpu":
+        dist.init_process_group("gloo", timeout=timeout)
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout)
+    return device
+
+
+def build_model(config: Config, seq_len: int) -> tuple[nn.Module, Mapping[str, str]]:
+    """The model on the meta device, and where tensor parallelism cuts it."""
+    with torch.device("meta"):
+        model = Llama3(model_config(config), seq_len).to(master_dtype(config.training.dtype))
+    return model, TP_PLAN
+
+
+def build(config: Config, plan: Plan, world: Resolved, device: torch.device, run: RunFolder) -> Trainer:
+    """Model, optimizer and data, continued from the last commit of the run (or of the run it was forked from)."""
+    mesh = build_mesh(world, device.type)
+    model, tp_plan = build_model(config, config.training.seq_len)
+    parallelize(model, mesh, plan, tp_plan)
+    materialize(model, device, config.training.seed)
+    optimizer = optim.build_optimizer(model, config.optimizer)
+    dp_rank = dist.get_rank() // world.tp
+    data = build_data(config, dp_rank, world.dp, load_tokenizer(config.tokenizer.name, config.tokenizer.path))
+    check_same_data(data.fingerprint)
+    trainer = Trainer(config, plan, world, device, model, optimizer, data)
+    if start := starting_point(run):
+        saved = checkpoint.load(start, model, optimizer)
+        if start.parent == run.checkpoints and saved["data"] != data.fingerprint:
+            raise TitanError(
+                f"the data is not what {start} was trained on: its order cannot be continued",
+                "use the Python, data and tokenizer of the run, or begin a new one",
+                ExitCode.REFUSED,
+            )
+        trainer.step = saved["step"]
+        trainer.last_saved = saved["step"] if start.parent == run.checkpoints else 0
+    return trainer
+
+
+def starting_point(run: RunFolder) -> Path | None:
+    """The run's last commit; before its first, the checkpoint it was forked from; None: begin with fresh weights."""
+    if steps := committed_steps(run):
+        return run.checkpoint(steps[-1])
+    fork = records.read_json(run.fork)
+    return Path(fork["checkpoint"]) if fork else None
+
+
+def check_same_data(fingerprint: str) -> None:
+    """Every rank reads the data on its own; ranks that see other texts would train on another order without a sign."""
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, fingerprint)
+    odd = [rank for rank, other in enumerate(everywhere) if other != everywhere[0]]
+    if odd:
+        raise TitanError(
+            f"ranks {odd[:8]} read other data than rank 0", "use the same Python and files on every machine", ExitCode.REFUSED
+        )
+
+
+def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    """Summed negative log-likelihood in at least float32. logits (B, T, V), labels (B, T) -> ()."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+LossSum = Callable[[Tensor, Tensor], Tensor]
+
+
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss_sum: LossSum, batches: list[Batch], tokens: int, max_norm: float
+) -> tuple[Tensor, Tensor]:
+    """One optimizer step over this rank's micro-batches. Returns (loss, gradient norm), each () on the device.
+
+    `tokens` counts the whole step's labels over all ranks: each micro-batch's summed loss is divided by it and FSDP sums
+    gradients over ranks, so the step is the mean over tokens for any split into ranks and micro-batches. The returned
+    loss is this rank's share of that mean. Raises NotFinite, with nothing updated, when the norm is NaN or infinite.
+    """
+    loss = torch.zeros((), dtype=torch.float64)
+    for inputs, labels in batches:
+        part = loss_sum(model(inputs), labels) / tokens
+        part.backward()
+        loss = loss.to(part.device) + part.detach()
+    norm = optim.clip_gradients(model, max_norm)
+    if not torch.isfinite(norm):  # waits for the device; the same answer on every rank
+        raise NotFinite(f"loss {float(loss)}, gradient norm {float(norm)}")
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss, norm
+
+
+@dataclass
+class Window:
+    """What happened since the last metrics line."""
+
+    step_s: list[float] = field(default_factory=list)
+    data_wait_s: list[float] = field(default_factory=list)
+    timed_s: list[float] = field(default_factory=list)  # without the first steps of the attempt
+
+
+@dataclass
+class Trainer:
+    """Everything that changes from step to step, and the loop over it."""
+
+    config: Config
+    plan: Plan
+    world: Resolved
+    device: torch.device
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    data: Data
+    step: int = 0
+    last_saved: int = 0
+
+    def __post_init__(self) -> None:
+        self.loss_sum = cross_entropy_sum
+        if self.plan.loss:
+            self.loss_sum = torch.compile(cross_entropy_sum, backend=self.plan.backend, fullgraph=True)
+        self.tokens_per_step = self.world.global_batch_size * self.config.training.seq_len
+
+    def warm_up(self) -> None:
+        """Compile by running every shape once, and leave no trace: no gradient, no random number, no data consumed."""
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            shape = (self.config.training.local_batch_size, self.config.training.seq_len)
+            tokens = torch.arange(shape[0] * shape[1], device=self.device).view(shape) % model_config(self.config).vocab_size
+            self.loss_sum(self.model(tokens), tokens).backward()
+            self.optimizer.zero_grad(set_to_none=True)
+            if self.config.metrics.eval_every:
+                with torch.no_grad():
+                    self.loss_sum(self.model(tokens), tokens)
+
+    def run_steps(self, run: RunFolder, report: Reporter, stop: StopRequest) -> ExitCode:
+        """Train to the last step or until asked to stop; commit what was trained in both cases."""
+        window, begun_at, metrics = Window(), self.step, self.config.metrics
+        steps = self.config.training.steps
+        vote = stop.vote()
+        asked = vote.result() if self.step < steps else 0
+        while self.step < steps and not asked:
+            vote = stop.vote()
+            begin = time.perf_counter()
+            batches = [(x.to(self.device), y.to(self.device)) for x, y in self.data.micro_batches(self.step + 1)]
+            window.data_wait_s.append(time.perf_counter() - begin)
+            rate = optim.learning_rate(self.step + 1, steps, self.config.optimizer.lr, self.config.lr_schedule)
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            loss, norm = train_step(
+                self.model, self.optimizer, self.loss_sum, batches, self.tokens_per_step, self.config.training.max_norm
+            )
+            self.step += 1
+            report.step = self.step
+            window.step_s.append(time.perf_counter() - begin)
+            if self.step > begun_at + UNTIMED_STEPS:
+                window.timed_s.append(window.step_s[-1])
+
+            evaluate = metrics.eval_every and (self.step % metrics.eval_every == 0 or self.step == steps)
+            if evaluate or self.step % metrics.log_every == 0 or self.step in (begun_at + 1, steps):
+                line = self.measure(window, report.attempt.number, loss, norm, rate)
+                if evaluate:
+                    line["val_loss"] = self.evaluate()
+                if dist.get_rank() == 0:
+                    records.append(run.metrics, line)
+                window = Window()
+            asked = vote.result()
+            if self.config.checkpoint.interval and self.step % self.config.checkpoint.interval == 0:
+                self.save(run, report)
+        if self.step > self.last_saved:
+            self.save(run, report)
+        if not asked:
+            return ExitCode.DONE
+        report.event("signal", f"stopped by signal {asked} after step {self.step}", signal=asked)
+        return ExitCode.STOPPED
+
+    def evaluate(self) -> float:
+        """Mean loss over the held-out sequences of all ranks, in nats a token."""
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        with torch.no_grad():
+            for inputs, labels in self.data.eval_batches():
+                inputs, labels = inputs.to(self.device), labels.to(self.device)
+                total += torch.stack(
+                    (self.loss_sum(self.model(inputs), labels).double(), labels.new_tensor(labels.numel()).double())
+                )
+        dist.all_reduce(total)
+        return float(total[0] / total[1])
+
+    def save(self, run: RunFolder, report: Reporter) -> None:
+        before = report.phase_now
+        report.phase("saving", f"checkpoint of step {self.step}")
+        begin = time.perf_counter()
+        state = {"data": self.data.fingerprint}
+        folder = checkpoint.save(run, self.step, self.model, self.optimizer, state, self.config.checkpoint.keep)
+        self.last_saved = self.step
+        report.event("checkpoint", f"committed {folder.name}", seconds=round(time.perf_counter() - begin, 3))
+        report.phase(before, f"at step {self.step}")
+
+    def measure(self, window: Window, attempt: int, loss: Tensor, norm: Tensor, rate: float) -> dict[str, Any]:
+        """One metrics line (the run folder's contract); collective. Times are seconds, means over the window."""
+        everywhere = loss.clone()
+        dist.all_reduce(everywhere)
+        peak, reserved = memory_gib(self.device)
+        step_s = mean(window.step_s)
+        ranks = [torch.zeros(2, dtype=torch.float64) for _ in range(dist.get_world_size())]
+        dist.all_gather(ranks, torch.tensor([step_s, peak], dtype=torch.float64))
+        times, peaks = (column.tolist() for column in torch.stack(ranks).T)
+        rate_s = self.tokens_per_step / mean(window.timed_s) if window.timed_s else None
+        device_rate = rate_s / self.world.world_size if rate_s else None
+        flops = model_config(self.config).flops_per_token(self.config.training.seq_len)
+        tflops = device_rate * flops / 1e12 if device_rate else None
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+        best = hardware.peak_tflops(name)
+        slowest = max(range(len(times)), key=times.__getitem__)
+        return {
+            "schema": 1,
+            "step": self.step,
+            "time": time.time(),
+            "attempt": attempt,
+            "loss": float(everywhere) / self.world.tp,  # every tp rank holds the whole of its share
+            "grad_norm": float(norm),
+            "lr": rate,
+            "tokens": self.step * self.tokens_per_step,
+            "tok_per_s": rate_s,
+            "tok_per_s_per_device": device_rate,
+            "mfu": tflops / best if tflops and best else None,
+            "tflops_per_device": tflops,
+            "memory_peak_gib": max(peaks),
+            "memory_reserved_gib": reserved,
+            "data_wait_s": mean(window.data_wait_s),
+            "step_s": step_s,
+            "ranks": {
+                "step_s": {"min": min(times), "median": sorted(times)[len(times) // 2], "max": max(times), "argmax": slowest},
+                "memory_peak_gib": peaks,
+            },
+        }
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def memory_gib(device: torch.device) -> tuple[float, float]:
+    """(most allocated, most reserved) on the device so far; on the CPU the largest resident size for both."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30, torch.cuda.max_memory_reserved(device) / 2**30
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts KiB
+    return resident, resident
