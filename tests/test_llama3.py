@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import replace
 
@@ -14,9 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from titan_cli.models.common import rope
 from titan_cli.models.common.attention import attend
+from titan_cli.models.common.init import ROWS, draw, generator
 from titan_cli.models.common.rmsnorm import RMSNorm
 from titan_cli.models.llama3.config import FLAVORS, Llama3Config, RopeScaling, build
-from titan_cli.models.llama3.model import Attention, Llama3, generator_for
+from titan_cli.models.llama3.model import Attention, Llama3
 
 TINY = Llama3Config(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=128, rope_theta=10_000.0)
 # Short enough that 48 positions see all three bands: pairs kept, interpolated and stretched.
@@ -265,7 +267,15 @@ def test_a_parameter_starts_alike_in_every_model_that_has_it() -> None:
 
 def test_the_seed_of_a_name_is_fixed() -> None:
     # Golden: the hash and torch's CPU generator are the same on every platform, or a resumed run starts anew elsewhere.
-    assert generator_for(0, "norm.weight").initial_seed() == 2_151_700_649
+    assert generator(0, "norm.weight", 0).initial_seed() == int.from_bytes(
+        hashlib.sha256(b"0:norm.weight:0").digest()[:4], "little"
+    )
+
+
+@pytest.mark.parametrize("rows", [slice(0, 1), slice(3, 300), slice(ROWS, 2 * ROWS), slice(599, 600), slice(600, 600)])
+def test_some_rows_are_drawn_as_they_are_in_the_whole(rows: slice) -> None:
+    shape = torch.Size((600, 3))
+    assert torch.equal(draw(1, "w", shape, 0.02, rows), draw(1, "w", shape, 0.02)[rows])
 
 
 @pytest.mark.parametrize("tie", [False, True])

@@ -6,7 +6,6 @@ shapes B is sequences, T positions, H heads, D features of a head.
 
 from __future__ import annotations
 
-import hashlib
 import math
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from titan_cli.models.common import rope
 from titan_cli.models.common.attention import attend
+from titan_cli.models.common.init import draw
 from titan_cli.models.common.rmsnorm import RMSNorm
 from titan_cli.models.llama3.config import Llama3Config
 
@@ -118,26 +118,11 @@ class Llama3(nn.Module):
         """Fills every parameter and buffer of a model that is whole on one device. Same seed, same weights."""
         with torch.no_grad():
             for name, parameter in self.named_parameters():
-                value = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
-                self.init_parameter(name, value, generator_for(seed, name))
-                parameter.copy_(value)
+                parameter.copy_(draw(seed, name, parameter.shape, self.init_std(name)))
         self.init_buffers()
 
-    def init_parameter(self, name: str, value: Tensor, generator: torch.Generator) -> None:
-        """Fills `value`, the whole of parameter `name` as float32 on the CPU; who holds a shard takes it from there.
-
-        The values follow from name, shape and generator alone, so no layout, device or dtype of the model changes them.
-        """
-        assert value.dtype == torch.float32, f"{name}: another dtype ({value.dtype}) would draw other values"
-        std = self._init_std(name)
-        if std is None:
-            value.fill_(1.0)  # a norm's weight
-        else:
-            # Cut at 3 sigma by clamping: nn.init.trunc_normal_ takes 7 times as long on the CPU, and torch 2.13 draws other
-            # values from the same generator than 2.11.
-            value.normal_(0.0, std, generator=generator).clamp_(-3 * std, 3 * std)
-
-    def _init_std(self, name: str) -> float | None:
+    def init_std(self, name: str) -> float | None:
+        """Standard deviation of a parameter's initial values; None: they are all 1."""
         match name.split(".")[-2]:
             case "attention_norm" | "ffn_norm" | "norm":
                 return None
@@ -161,12 +146,3 @@ class Llama3(nn.Module):
         cos, sin = rope.tables(self.seq_len, freqs)
         self.rope_cos.copy_(cos)
         self.rope_sin.copy_(sin)
-
-
-def generator_for(seed: int, name: str) -> torch.Generator:
-    """A CPU generator for one parameter: of all numbers that a run draws, only seed and name choose these.
-
-    Python's hash() of a string differs between processes, hence SHA-256; 4 bytes, as the CPU generator reads no more.
-    """
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    return torch.Generator("cpu").manual_seed(int.from_bytes(digest[:4], "little"))

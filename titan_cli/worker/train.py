@@ -108,7 +108,7 @@ def set_up_device(plan: Plan, config: Config) -> torch.device:
     return device
 
 
-def build_model(config: Config, seq_len: int) -> tuple[nn.Module, Mapping[str, str]]:
+def build_model(config: Config, seq_len: int) -> tuple[Llama3, Mapping[str, str]]:
     """The model on the meta device, and where tensor parallelism cuts it."""
     with torch.device("meta"):
         model = Llama3(model_config(config), seq_len).to(master_dtype(config.training.dtype))
