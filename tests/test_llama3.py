@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import replace
 
@@ -267,9 +266,7 @@ def test_a_parameter_starts_alike_in_every_model_that_has_it() -> None:
 
 def test_the_seed_of_a_name_is_fixed() -> None:
     # Golden: the hash and torch's CPU generator are the same on every platform, or a resumed run starts anew elsewhere.
-    assert generator(0, "norm.weight", 0).initial_seed() == int.from_bytes(
-        hashlib.sha256(b"0:norm.weight:0").digest()[:4], "little"
-    )
+    assert generator(0, "norm.weight", 0).initial_seed() == 3_277_593_117
 
 
 @pytest.mark.parametrize("rows", [slice(0, 1), slice(3, 300), slice(ROWS, 2 * ROWS), slice(599, 600), slice(600, 600)])

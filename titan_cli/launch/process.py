@@ -8,8 +8,9 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ from titan_cli.worker.stop import end_with_parent
 
 POLL_S = 0.1
 HEARTBEAT_S = 5.0
+ORPHANS_S = 60.0
 
 
 class Screen(Protocol):
@@ -77,7 +79,7 @@ class Watcher:
         self.metrics = Tail(run.metrics)
         self.metrics.read()  # what earlier attempts wrote was shown when they ran
         self.log = LogTail(attempt.rank_log(0))
-        self.pids: dict[int, int] = {}
+        self.workers: dict[int, psutil.Process] = {}
         self.told: set[int] = set()
         self.phases: dict[int, tuple[str, float]] = {}
         self.exits: dict[int, int] = {}
@@ -88,13 +90,16 @@ class Watcher:
         found = [event for tail in self.events for event in tail.read()]
         for event in found:
             self._note(event)
-        lines = [m for m in self.metrics.read() if m["attempt"] == self.attempt.number]
+        lines = self.metrics.read()
+        self.step = max([self.step, *(line["step"] for line in lines)])
         shown = [event for event in found if event["rank"] == 0 or event["level"] != "info"]
         self.screen.feed([*shown, *lines], self.log.read())
 
     def _note(self, event: dict[str, Any]) -> None:
         rank = event["rank"]
-        self.pids.setdefault(rank, event["data"].get("pid", 0))
+        if "pid" in event["data"]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self.workers[rank] = psutil.Process(event["data"]["pid"])
         if event["phase"] and event["phase"] != self.phases.get(rank, ("", 0.0))[0]:
             self.phases[rank] = (event["phase"], event["time"])
         self.step = max(self.step, event["step"] or 0)
@@ -107,11 +112,11 @@ class Watcher:
 
     def ask_to_stop(self) -> None:
         """SIGTERM to each worker, once; a worker that has not started yet is told when it has."""
-        for rank, pid in self.pids.items():
-            if pid and rank not in self.told:
+        for rank, worker in self.workers.items():
+            if rank not in self.told:
                 self.told.add(rank)
-                with contextlib.suppress(ProcessLookupError):  # ended by itself meanwhile
-                    os.kill(pid, signal.SIGTERM)
+                with contextlib.suppress(psutil.NoSuchProcess):  # ended by itself meanwhile
+                    worker.terminate()
 
     def late(self, warmup_timeout_s: float, now: float) -> list[int]:
         """Ranks that have been building or compiling for longer than they may."""
@@ -151,7 +156,7 @@ def run_attempt(
 
     `heartbeat` is called with the state (a status.json word) every few seconds and whenever the state changes.
     """
-    forced: Ending | None = None
+    forced: Callable[[], Ending] | None = None
     with watcher.attempt.torchrun_log.open("ab") as log:
         # Its own session: Ctrl-C in the terminal must reach the launcher alone, which then lets the workers save.
         child = subprocess.Popen(
@@ -171,35 +176,43 @@ def run_attempt(
             if signals.received:
                 watcher.ask_to_stop()
             if len(signals.received) > 1:
-                forced = _second_signal(watcher, signals)
+                forced = partial(_second_signal, watcher, signals)
             elif late := watcher.late(warmup_timeout_s, now):
-                forced = _hang(watcher, late, warmup_timeout_s)
+                forced = partial(_hang, watcher, late, warmup_timeout_s)
             state = "stopping" if signals.received else watcher.phases.get(0, ("starting", 0.0))[0]
             if state != told or now - told_at > HEARTBEAT_S:
                 told, told_at = state, now
                 heartbeat(state)
             watcher.screen.tick(now)
             time.sleep(POLL_S)
+        if forced is None and child.returncode:
+            # Workers of a torchrun that was killed were told to stop by Linux; give them the time to save.
+            psutil.wait_procs(list(watcher.workers.values()), timeout=ORPHANS_S)
     finally:
-        kill_tree(child)
+        kill(child, watcher.workers.values())
     watcher.read()
-    return forced or _ending(watcher, child.returncode, signals)
+    return forced() if forced else _ending(watcher, child.returncode, signals)
 
 
-def kill_tree(child: subprocess.Popen[bytes]) -> None:
-    """End the child and all that it started; nothing happens to those that have ended."""
+def kill(child: subprocess.Popen[bytes], workers: Iterable[psutil.Process]) -> None:
+    """End the child, the workers and all that they started (compilers, data readers); those that have ended are left alone."""
+    processes = [*workers]
     with contextlib.suppress(psutil.NoSuchProcess):
-        tree = psutil.Process(child.pid)
-        for process in [tree, *tree.children(recursive=True)]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        processes.append(psutil.Process(child.pid))
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for one in [process, *process.children(recursive=True)]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.kill()
     child.wait()
 
 
 def _second_signal(watcher: Watcher, signals: Signals) -> Ending:
     lost = watcher.step - watcher.saved_step
-    code = ExitCode.INTERRUPTED if signals.received[0] == signal.SIGINT else ExitCode.STOPPED_WITH_LOSS
-    return Ending(code, f"stopped at once by a second signal; up to {lost} steps since the last commit are lost")
+    interrupted = signals.received[0] == signal.SIGINT
+    code = ExitCode.INTERRUPTED if interrupted else ExitCode.STOPPED_WITH_LOSS if lost else ExitCode.STOPPED
+    what = f"the steps since step {watcher.saved_step} are lost" if lost else f"step {watcher.saved_step} is saved"
+    return Ending(code, f"stopped at once by a second signal; {what}; repeat the line to continue", step=watcher.step)
 
 
 def _hang(watcher: Watcher, late: list[int], warmup_timeout_s: float) -> Ending:
@@ -239,7 +252,7 @@ def _ending(watcher: Watcher, returncode: int, signals: Signals) -> Ending:
         code = ExitCode.INTERRUPTED if interrupted else ExitCode(watcher.exits[0])
         what = f"step {watcher.saved_step} is saved" if watcher.saved_step else "nothing new to save"
         return Ending(code, f"stopped, {what}; repeat the line to continue", step=watcher.step)
-    if signals.received and not watcher.pids:
+    if signals.received and not watcher.workers:
         code = ExitCode.INTERRUPTED if signals.received[0] == signal.SIGINT else ExitCode.STOPPED
         return Ending(code, "stopped before the workers had started; nothing to save")
     return _torchrun_failed(watcher, log, returncode)
@@ -247,7 +260,7 @@ def _ending(watcher: Watcher, returncode: int, signals: Signals) -> Ending:
 
 def _from_error(watcher: Watcher, error: dict[str, Any]) -> Ending:
     rank = error["rank"]
-    message = f"{error['type']}: {error['message']}" if error["exit"] != ExitCode.REFUSED else error["message"]
+    message = error["message"] if error["type"] == "TitanError" else f"{error['type']}: {error['message']}"
     return Ending(
         ExitCode(error["exit"]),
         message,
@@ -267,7 +280,7 @@ def _at_rank(watcher: Watcher, rank: int, code: ExitCode, message: str) -> Endin
 
 def _killed_rank(torchrun_log: str) -> tuple[int, int] | None:
     """(rank, signal) of the first worker that torchrun saw die of a signal other than the ones we send."""
-    for rank, number in re.findall(r"rank\s*:\s*(\d+).*?exitcode\s*:\s*-(\d+)", torchrun_log, flags=re.DOTALL):
+    for rank, number in re.findall(r"rank\s*:\s*(\d+) \(local_rank: \d+\)\s+exitcode\s*:\s*-(\d+)", torchrun_log):
         if int(number) != signal.SIGTERM:
             return int(rank), int(number)
     return None
@@ -276,6 +289,10 @@ def _killed_rank(torchrun_log: str) -> tuple[int, int] | None:
 def _torchrun_failed(watcher: Watcher, log: str, returncode: int) -> Ending:
     last = next((line for line in reversed(log.splitlines()) if line.strip()), "")
     path = str(watcher.attempt.torchrun_log)
+    if returncode < 0:
+        name = signal.Signals(-returncode).name
+        message = f"torchrun was killed by {name}; step {watcher.saved_step} is saved"
+        return Ending(ExitCode.WORKER_KILLED, message, "repeat the line to continue", step=watcher.step, log=path)
     if "EADDRINUSE" in log or "address already in use" in log.lower():
         return Ending(
             ExitCode.RENDEZVOUS, "the rendezvous port is in use", "choose another one, or leave it out for a free one", log=path

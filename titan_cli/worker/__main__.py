@@ -60,13 +60,9 @@ def classify(exception: BaseException) -> tuple[ExitCode, bool]:
     import torch
     import torch.distributed as dist
 
-    from titan_cli.worker.train import NotFinite
-
     text = str(exception)
     if isinstance(exception, TitanError):
         return exception.code, False
-    if isinstance(exception, NotFinite):
-        return ExitCode.NOT_FINITE, False
     if isinstance(exception, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator: can't allocate memory" in text:
         return ExitCode.OUT_OF_MEMORY, False
     lost_peer = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Read error", "remote process exited")

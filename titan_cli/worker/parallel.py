@@ -165,7 +165,7 @@ class Initializable(Protocol):
 
 
 def materialize(model: Initializable, device: torch.device, seed: int) -> None:
-    """Give a parallelized meta model its storage and the weights that `init_weights` gives the whole one: each rank its part."""
+    """Give a parallelized meta model its storage and the weights of the whole one's `init_weights`: each rank its part."""
     model.to_empty(device=device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -40,10 +40,6 @@ from titan_cli.worker.stop import StopRequest
 UNTIMED_STEPS = 2
 
 
-class NotFinite(Exception):
-    """A loss or gradient became NaN or infinite; nothing was updated with it."""
-
-
 def train(run: RunFolder, report: Reporter, stop: StopRequest) -> ExitCode:
     """Train the run in `run` to its last step, or until asked to stop. Called once on every rank, under torchrun."""
     config = load(config_file=str(run.config)).config
@@ -174,7 +170,7 @@ def train_step(
 
     `tokens` counts the whole step's labels over all ranks: each micro-batch's summed loss is divided by it and FSDP sums
     gradients over ranks, so the step is the mean over tokens for any split into ranks and micro-batches. The returned
-    loss is this rank's share of that mean. Raises NotFinite, with nothing updated, when the norm is NaN or infinite.
+    loss is this rank's share of that mean. Raises TitanError, with nothing updated, when the norm is NaN or infinite.
     """
     loss = torch.zeros((), dtype=torch.float64)
     for inputs, labels in batches:
@@ -183,7 +179,12 @@ def train_step(
         loss = loss.to(part.device) + part.detach()
     norm = optim.clip_gradients(model, max_norm)
     if not torch.isfinite(norm):  # waits for the device; the same answer on every rank
-        raise NotFinite(f"loss {float(loss)}, gradient norm {float(norm)}")
+        raise TitanError(
+            f"the gradient's norm is {float(norm)} (this rank's share of the loss: {float(loss):.6g})",
+            "nothing was updated with it, and the last checkpoint is from before it\n"
+            "usual causes: optimizer.lr too high, lr_schedule.warmup_steps too few, a damaged sequence in the data",
+            ExitCode.NOT_FINITE,
+        )
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return loss, norm
@@ -262,13 +263,15 @@ class Trainer:
                     records.append(run.metrics, line)
                 window = Window()
             asked = vote.result()
-            if self.config.checkpoint.interval and self.step % self.config.checkpoint.interval == 0:
+            interval = self.config.checkpoint.interval
+            if interval and self.step % interval == 0 and self.step < steps and not asked:
                 self.save(run, report)
+                report.phase("running", f"from step {self.step + 1} to {steps}")
         if self.step > self.last_saved:
             self.save(run, report)
         if not asked:
             return ExitCode.DONE
-        report.event("signal", f"stopped by signal {asked} after step {self.step}", signal=asked)
+        report.event("signal", f"asked to stop, ended after step {self.step}", signal=asked)
         return ExitCode.STOPPED
 
     def evaluate(self) -> float:
@@ -284,14 +287,12 @@ class Trainer:
         return float(total[0] / total[1])
 
     def save(self, run: RunFolder, report: Reporter) -> None:
-        before = report.phase_now
         report.phase("saving", f"checkpoint of step {self.step}")
         begin = time.perf_counter()
         state = {"data": self.data.fingerprint}
         folder = checkpoint.save(run, self.step, self.model, self.optimizer, state, self.config.checkpoint.keep)
         self.last_saved = self.step
         report.event("checkpoint", f"committed {folder.name}", seconds=round(time.perf_counter() - begin, 3))
-        report.phase(before, f"at step {self.step}")
 
     def measure(self, window: Window, attempt: int, loss: Tensor, norm: Tensor, rate: float) -> dict[str, Any]:
         """One metrics line (the run folder's contract); collective. Times are seconds, means over the window."""
