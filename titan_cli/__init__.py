@@ -10,5 +10,5 @@ for _name in ("models", "presets", "tokenizer"):
     if not (Path(__file__).parent / _name).is_dir():
         raise ImportError(
             f"titan_cli/{_name} is not a folder: this checkout was made without symbolic links. "
-            "Install the wheel (pip install titan-cli), or run `git config core.symlinks true && git checkout -- titan_cli`."
+            "Run `git config core.symlinks true && git checkout -- titan_cli`, or install a wheel, which needs none."
         )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from titan_cli.config.derive import not_trained_yet
 from titan_cli.errors import ExitCode, TitanError
@@ -112,6 +113,39 @@ def text(target: Target, environ: Mapping[str, str]) -> list[Problem]:
     if not why:
         return []
     return [Problem(f"data.source=c4 is streamed from {endpoint}, which cannot be reached: {why}", supply="data.path=FOLDER")]
+
+
+# torchrun options that follow from the configuration, and what to set instead.
+_OURS = {"--nproc-per-node": "launch.gpus_per_node", "--nnodes": "launch.nodes", "--max-restarts": ""}
+
+
+def torchrun_arguments(arguments: Sequence[str]) -> None:
+    """Raise TitanError for the user's torchrun arguments that contradict the plan or name a port that is taken."""
+    words = [word.replace("_", "-") if word.startswith("--") else word for word in arguments]
+    options = dict(word.partition("=")[::2] for word in words)
+    options |= {name: value for name, value in pairwise(words) if name.startswith("--") and "=" not in name}
+    for name, key in _OURS.items():
+        if name in options:
+            raise TitanError(
+                f"{name} is titan's own to set", f"set {key}=N" if key else "restarts are titan's: repeat the line"
+            )
+    for name in ("--rdzv-endpoint", "--master-port"):
+        port = options.get(name, "").rpartition(":")[2]
+        if port.isdigit() and int(port) and not _free(int(port)):
+            hint = "choose another one, or leave it out: titan takes a free one"
+            raise TitanError(f"port {port} of {name} is in use", hint, ExitCode.RENDEZVOUS)
+
+
+def _free(port: int) -> bool:
+    import socket
+
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
 
 
 def _unreachable(url: str) -> str:

@@ -87,6 +87,7 @@ MakeScreen = Callable[[Target, RunFolder, int, int], contextlib.AbstractContextM
 def start(request: Request, make_screen: MakeScreen) -> Ending:
     """Check, create or continue the run's folder, train, and say how it ended. Raises TitanError before anything is spawned."""
     target, run = resolve(request)
+    checks.torchrun_arguments(request.torchrun_args)
     checks.refuse(target, shlex.join(["titan", *request.typed]))
     fork = _fork(request) if request.fork else None
     if run is None:

@@ -254,7 +254,7 @@ class Trainer:
             if self.step > begun_at + UNTIMED_STEPS:
                 window.timed_s.append(window.step_s[-1])
 
-            evaluate = metrics.eval_every and (self.step % metrics.eval_every == 0 or self.step == steps)
+            evaluate = metrics.eval_every and (self.step % metrics.eval_every == 0 or self.step in (1, steps))
             if evaluate or self.step % metrics.log_every == 0 or self.step in (begun_at + 1, steps):
                 line = self.measure(window, report.attempt.number, loss, norm, rate)
                 if evaluate:

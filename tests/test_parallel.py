@@ -1,0 +1,62 @@
+"""Every layout computes what one rank computes: losses over 20 steps and every gradient of the first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cells import Trained, corpus, train_cells
+from tests.ranks import run_ranks
+
+EAGER = ["compile.strategy=off"]
+COMPILED = ["compile.backend=aot_eager"]
+FULL_AC = ["activation_checkpoint.mode=full"]
+LAYOUTS = {
+    "fsdp": (2, ["parallelism.dp_shard=2"]),
+    "tp": (2, ["parallelism.tp=2"]),
+    "replicate": (2, ["parallelism.dp_replicate=2", "parallelism.dp_shard=1"]),
+    "2d": (4, ["parallelism.dp_shard=2", "parallelism.tp=2"]),
+    "hsdp": (4, ["parallelism.dp_replicate=2", "parallelism.dp_shard=2", "training.global_batch_size=4"]),
+}
+VARIANTS = {
+    "float64 eager": ["training.dtype=float64", *EAGER],
+    "float32 eager": ["training.dtype=float32", *EAGER],
+    "float32 eager, full AC": ["training.dtype=float32", *EAGER, *FULL_AC],
+    "float32 compiled": ["training.dtype=float32", *COMPILED],
+    "float32 compiled, full AC": ["training.dtype=float32", *COMPILED, *FULL_AC],
+}
+STEPS = 20
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def one_rank(data: Path) -> dict[str, Trained]:
+    """float64 and float32 in eager on one rank: what the others are held to."""
+    dtypes = ("float64", "float32")
+    (results,) = run_ranks(1, train_cells, [[f"training.dtype={d}", *EAGER] for d in dtypes], data, STEPS)
+    return dict(zip(dtypes, results, strict=True))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_trains_as_one_rank_does(layout: str, data: Path, one_rank: dict[str, Trained]) -> None:
+    world, degrees = LAYOUTS[layout]
+    results = run_ranks(world, train_cells, [[*degrees, *variant] for variant in VARIANTS.values()], data, STEPS)
+    for rank, trained in enumerate(results):
+        for variant, result in zip(VARIANTS, trained, strict=True):
+            dtype = variant.split()[0]
+            losses, gradients = (1e-9, 1e-9) if dtype == "float64" else (1e-4, 1e-5)
+            check(result, one_rank[dtype], losses, gradients, f"{layout}, {variant}, rank {rank}")
+
+
+def check(result: Trained, reference: Trained, losses: float, gradients: float, where: str) -> None:
+    assert result.keys == reference.keys, where
+    assert result.losses == pytest.approx(reference.losses, rel=losses), where
+    assert result.norms[0] == pytest.approx(reference.norms[0], rel=gradients), where
+    for name, expected in reference.gradients.items():
+        off = (result.gradients[name] - expected).norm() / expected.norm()
+        assert off < gradients, f"{where}: gradient of {name} is off by {off:.2g}"
