@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ class Trained:
     norms: list[float]
     gradients: dict[str, Any]
     keys: list[str]
+    parameter_bytes: int  # on this rank, and what the fit says of the fullest
+    planned_bytes: int
 
 
 def corpus(folder: Path) -> Path:
@@ -33,7 +35,7 @@ def train_cells(cells: Sequence[Sequence[str]], data: Path, steps: int) -> list[
     return [train_cell(overrides, data, steps) for overrides in cells]
 
 
-def train_cell(overrides: Sequence[str], data: Path, steps: int) -> Trained:
+def train_cell(overrides: Sequence[str], data: Path, steps: int, cures: bool = True) -> Trained:
     import torch
     import torch.distributed as dist
 
@@ -51,7 +53,8 @@ def train_cell(overrides: Sequence[str], data: Path, steps: int) -> Trained:
         "optimizer.lr=1e-3",
     ]
     target = build_target(None, None, [*fixed, f"data.path={data}", f"training.steps={steps}", *overrides])
-    trainer = train.build(target.config, target.plan, target.world, torch.device("cpu"), RunFolder(data / "no-run"))
+    plan = target.plan if cures else replace(target.plan, cures=())
+    trainer = train.build(target.config, plan, target.world, torch.device("cpu"), RunFolder(data / "no-run"))
     gradients: dict[str, Any] = {}
 
     def keep(*_: Any) -> None:
@@ -72,7 +75,12 @@ def train_cell(overrides: Sequence[str], data: Path, steps: int) -> Trained:
         dist.all_reduce(everywhere)
         losses.append(float(everywhere) / target.world.tp)
         norms.append(float(norm))
-    return Trained(losses, norms, gradients, list(trainer.model.state_dict()))
+    held = sum(local(p).numel() * p.element_size() for p in trainer.model.parameters())
+    return Trained(losses, norms, gradients, list(trainer.model.state_dict()), held, target.states.parameters)
+
+
+def local(tensor: Any) -> Any:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def whole(tensor: Any) -> Any:

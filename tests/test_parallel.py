@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-from tests.cells import Trained, corpus, train_cells
+from tests.cells import Trained, corpus, train_cell, train_cells
 from tests.ranks import run_ranks
+from titan_cli.plan.facts import parse_version
 
 EAGER = ["compile.strategy=off"]
 COMPILED = ["compile.backend=aot_eager"]
@@ -46,6 +48,8 @@ def one_rank(data: Path) -> dict[str, Trained]:
 def test_a_layout_trains_as_one_rank_does(layout: str, data: Path, one_rank: dict[str, Trained]) -> None:
     world, degrees = LAYOUTS[layout]
     results = run_ranks(world, train_cells, [[*degrees, *variant] for variant in VARIANTS.values()], data, STEPS)
+    # The first rank is the fullest: the fit is exact.
+    assert all(result.parameter_bytes == result.planned_bytes for result in results[0])
     for rank, trained in enumerate(results):
         for variant, result in zip(VARIANTS, trained, strict=True):
             dtype = variant.split()[0]
@@ -60,3 +64,14 @@ def check(result: Trained, reference: Trained, losses: float, gradients: float, 
     for name, expected in reference.gradients.items():
         off = (result.gradients[name] - expected).norm() / expected.norm()
         assert off < gradients, f"{where}: gradient of {name} is off by {off:.2g}"
+
+
+@pytest.mark.skipif(parse_version(version("torch")) < (2, 12, 0), reason="torch 2.11 keeps the gradient")
+def test_without_its_cure_the_embedding_learns_nothing_and_the_loss_does_not_show_it(
+    data: Path, one_rank: dict[str, Trained]
+) -> None:
+    overrides = ["parallelism.tp=2", "training.dtype=float32", *COMPILED]
+    broken = run_ranks(2, train_cell, overrides, data, 1, False)[0]
+    assert broken.losses[0] == pytest.approx(one_rank["float32"].losses[0], rel=1e-6)
+    assert broken.gradients["tok_embeddings.weight"].abs().max() == 0
+    assert one_rank["float32"].gradients["tok_embeddings.weight"].abs().max() > 0

@@ -302,7 +302,12 @@ def _usage(error: Any) -> TitanError:
 
 
 def _unexpected(error: Exception) -> ExitCode:
+    import errno
     import traceback
+
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        full = f"no space left to write {error.filename or 'the run folder'}"
+        return _complain(TitanError(full, "free some space and repeat the line", ExitCode.UNEXPECTED))
 
     traceback.print_exception(error, limit=-3)
     _say("error: titan did not expect this. Please report it, with the lines above and the command.")

@@ -116,7 +116,8 @@ class Compile(Section):
 
 
 class Checkpoint(Section):
-    interval: Whole = Field(500, description="steps between checkpoints; 0: only when the run ends or is stopped")
+    interval: Whole = Field(500, description="steps between checkpoints; 0: none on the way")
+    at_end: bool = Field(True, description="also when the run ends or is stopped; false loses what came after the last one")
     keep: Whole = Field(2, description="committed checkpoints kept, newest first; 0: all")
 
 

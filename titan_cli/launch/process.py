@@ -260,7 +260,10 @@ def _ending(watcher: Watcher, returncode: int, signals: Signals) -> Ending:
 
 def _from_error(watcher: Watcher, error: dict[str, Any]) -> Ending:
     rank = error["rank"]
-    message = error["message"] if error["type"] == "TitanError" else f"{error['type']}: {error['message']}"
+    message = error["message"]
+    if error["type"] != "TitanError":  # torch's messages can be pages; the log has all of it
+        first = next((line.strip() for line in message.splitlines() if line.strip()), "")
+        message = f"{error['type']}: {first[:300]}"
     return Ending(
         ExitCode(error["exit"]),
         message,

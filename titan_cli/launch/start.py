@@ -13,7 +13,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -246,15 +246,21 @@ def _next_attempt(run: RunFolder, target: Target, request: Request) -> Attempt:
     return attempt
 
 
+PACKAGES = ("torch", "triton", "datasets", "tiktoken", "tokenizers", "pydantic", "numpy")
+
+
 def _environment_record() -> dict[str, Any]:
-    packages = ("torch", "datasets", "tiktoken", "pydantic", "numpy")
+    packages = {}
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):  # triton is not part of a CPU build
+            packages[name] = version(name)
     return {
         "schema": 1,
         "titan": __version__,
         "python": platform.python_version(),
         "host": platform.node(),
         "platform": platform.platform(),
-        "packages": {name: version(name) for name in packages},
+        "packages": packages,
         "environment": command.recorded(os.environ),
     }
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from titan_cli.errors import ExitCode, TitanError
 from titan_cli.runs import records
 from titan_cli.runs.folder import COMMIT_MARKER, RunFolder, committed_steps
 
@@ -26,11 +27,20 @@ def save(
     """
     folder = run.checkpoint(step)
     if dist.get_rank() == 0:
-        shutil.rmtree(folder, ignore_errors=True)  # a torn one of the same step
+        _delete_torn(run)
         folder.mkdir(parents=True)
     dist.barrier()
     weights, moments = get_state_dict(model, optimizer)
-    state_dict_saver.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+    try:
+        state_dict_saver.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+    except Exception as error:  # raised on every rank, whichever could not write
+        if "No space left on device" not in str(error):
+            raise
+        if dist.get_rank() == 0:
+            _delete_torn(run)
+        hint = f"free some space and repeat the line: step {(committed_steps(run) or [0])[-1]} is saved\n"
+        hint += "checkpoint.keep=1 keeps only the newest; launch.runs_dir may lie on another disk"
+        raise TitanError(f"no space left for the checkpoint {folder}", hint, ExitCode.WORKER_EXCEPTION) from error
     dist.barrier()
     if dist.get_rank() == 0:
         records.write_json(folder / COMMIT_MARKER, {"step": step, **state})
@@ -46,6 +56,13 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> di
     state_dict_loader.load(content, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=content["model"], optim_state_dict=content["optimizer"])
     return records.read_json(folder / COMMIT_MARKER)
+
+
+def _delete_torn(run: RunFolder) -> None:
+    committed = {run.checkpoint(step) for step in committed_steps(run)}
+    for folder in run.checkpoints.glob("step-*"):
+        if folder not in committed:
+            shutil.rmtree(folder)
 
 
 def _delete_old(run: RunFolder, keep: int) -> None:

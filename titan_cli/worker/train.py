@@ -267,7 +267,7 @@ class Trainer:
             if interval and self.step % interval == 0 and self.step < steps and not asked:
                 self.save(run, report)
                 report.phase("running", f"from step {self.step + 1} to {steps}")
-        if self.step > self.last_saved:
+        if self.step > self.last_saved and self.config.checkpoint.at_end:
             self.save(run, report)
         if not asked:
             return ExitCode.DONE
