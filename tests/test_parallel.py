@@ -57,6 +57,18 @@ def test_a_layout_trains_as_one_rank_does(layout: str, data: Path, one_rank: dic
             check(result, one_rank[dtype], losses, gradients, f"{layout}, {variant}, rank {rank}")
 
 
+def test_a_tied_head_is_cut_with_the_embedding(data: Path) -> None:
+    tied = ["model.tie_embeddings=true", "training.dtype=float64", *EAGER]
+    ((reference,),) = run_ranks(1, train_cells, [tied], data, 3)
+    assert "output.weight" not in reference.gradients
+    layout = ["parallelism.tp=2", "parallelism.dp_shard=2"]
+    for eager, compiled in run_ranks(
+        4, train_cells, [[*layout, *tied], [*layout, *tied, "compile.strategy=block", *COMPILED]], data, 3
+    ):
+        check(eager, reference, 1e-9, 1e-9, "tied, eager")
+        check(compiled, reference, 1e-9, 1e-9, "tied, compiled")
+
+
 def check(result: Trained, reference: Trained, losses: float, gradients: float, where: str) -> None:
     assert result.keys == reference.keys, where
     assert result.losses == pytest.approx(reference.losses, rel=losses), where

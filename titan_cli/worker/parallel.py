@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
+    PrepareModuleInputOutput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
@@ -116,6 +117,20 @@ class GatherFirst(PrepareModuleInput):
         return (first, *inputs[1:])
 
 
+class Head(ParallelStyle):
+    """Logits from a sequence-parallel input, gathered to the whole vocabulary. A tied head has no weight of its own to cut."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        own: ParallelStyle = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
+        tied = PrepareModuleInputOutput(
+            input_layouts=(Shard(1), None),
+            desired_input_layouts=(Replicate(), None),
+            output_layouts=(Shard(-1),),
+            desired_output_layouts=(Replicate(),),
+        )
+        return (own if list(module.parameters()) else tied)._apply(module, device_mesh)
+
+
 # The words of models/*/tp_plan.py in torch's styles.
 STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     "embedding": lambda: RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
@@ -123,7 +138,7 @@ STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     "rowwise": lambda: RowwiseParallel(output_layouts=Shard(1)),
     "sequence": SequenceParallel,
     "gather": GatherFirst,
-    "head": lambda: ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    "head": Head,
 }
 
 
