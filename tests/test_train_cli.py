@@ -144,7 +144,7 @@ def test_dry_run_prints_everything_and_starts_nothing(tmp_path: Path, capsys: py
     for said in (
         "dp_shard = 4",
         '"strategy": "block"',
-        "wait on tok_embeddings output",
+        '"rejected"',
         "--nproc-per-node=8",
         "would be refused here",
     ):
