@@ -1,13 +1,17 @@
 """Ranks, degrees and batch: which rule gives each number, and what is said when a sum does not come out."""
 
 import itertools
+from dataclasses import fields
 
 import pytest
 
-from titan_cli.config.derive import Resolved, layout, model_config, not_trained_yet, resolve
+from titan_cli.config.derive import FLAVORS, Resolved, layout, model_config, not_trained_yet, resolve
 from titan_cli.config.layers import load
-from titan_cli.config.schema import Config
+from titan_cli.config.schema import Config, Model
 from titan_cli.errors import TitanError
+from titan_cli.models.deepseek_v3.config import DeepSeekV3Config
+
+DEEPSEEK = "model.family=deepseek_v3"
 
 
 def config(*overrides: str) -> Config:
@@ -112,6 +116,30 @@ def test_degrees_always_multiply_to_the_world() -> None:
         (["model.flavor=debag"], "unknown flavor debag of llama3\n    Did you mean debug? There are debug, 1b, 8b, 70b, 405b."),
         (["model.n_heads=3"], "dim 128 must be n_heads 3"),
         (["model.n_kv_heads=3"], "n_heads 4 must be a multiple of n_kv_heads 3"),
+        (
+            ["model.v_head_dim=3", "model.top_k=1"],
+            "model.v_head_dim, model.top_k: llama3 has no such dimension\n    It has dim, n_layers, n_heads,",
+        ),
+        ([DEEPSEEK, "model.n_kv_heads=2"], "model.n_kv_heads: deepseek_v3 has no such dimension\n    It has dim, n_layers,"),
+        ([DEEPSEEK, "model.flavor=16"], "unknown flavor 16 of deepseek_v3\n    Did you mean 16b? There are debug, 16b, 671b."),
+        ([DEEPSEEK, "model.top_k=9"], "top_k 9 is more than the 4 experts"),
+        (
+            [DEEPSEEK, "parallelism.tp=8"],
+            "tp = 8 does not divide n_heads 4\n    tp can be 1, 2, 4 with these sizes.",
+        ),
+        (
+            [DEEPSEEK, "parallelism.tp=3"],
+            "tp = 3 does not divide n_heads 4, vocab_size 4096, training.seq_len 2048\n",
+        ),
+        (
+            [DEEPSEEK, "model.flavor=16b", "parallelism.tp=3"],
+            "n_heads 16, n_shared_experts x moe_ffn_dim 2816, vocab_size 102400,",
+        ),
+        (
+            [DEEPSEEK, "parallelism.dp_shard=6", "parallelism.ep=6"],
+            "parallelism.ep = 6 does not divide n_experts 8\n    ep can be 1, 2, 4, 8.",
+        ),
+        (["parallelism.dp_shard=2", "parallelism.ep=2"], "parallelism.ep = 2, but llama3 has no experts\n    ep can be 1."),
     ],
 )
 def test_what_does_not_fit_is_told_with_numbers_and_a_fix(overrides: list[str], said: str) -> None:
@@ -144,9 +172,32 @@ def test_the_model_takes_only_the_dimensions_that_are_set() -> None:
     assert (m.n_layers, m.tie_embeddings, m.norm_eps, m.dim, m.vocab_size) == (2, True, 1e-6, 4096, 128_256)
 
 
+def test_the_model_of_the_other_family() -> None:
+    m = model_config(
+        config(DEEPSEEK, "model.flavor=671b", "model.n_layers=4", "model.q_lora_rank=0", "model.score_func=softmax")
+    )
+    assert isinstance(m, DeepSeekV3Config)
+    assert (m.q_lora_rank, m.score_func, m.dim, m.route_scale) == (0, "softmax", 7168, 2.5)
+
+
+@pytest.mark.parametrize("family", FLAVORS)
+def test_every_dimension_of_a_model_can_be_set(family: str) -> None:
+    dimensions = {field.name for flavor in FLAVORS[family].values() for field in fields(flavor)}
+    assert dimensions - set(Model.model_fields) <= {"rope_scaling"}  # a table of its own, which the flavor decides
+
+
+def test_a_sequence_that_is_not_cut_need_not_divide() -> None:
+    assert resolved("parallelism.tp=2", "training.seq_len=63", "parallelism.sequence_parallel=false").tp == 2
+
+
 @pytest.mark.parametrize(
     ("override", "instead"),
     [
+        (DEEPSEEK, "model.family=llama3"),
+        ("parallelism.sequence_parallel=false", "parallelism.sequence_parallel=true"),
+        ("parallelism.loss_parallel=true", "parallelism.loss_parallel=false"),
+        ("parallelism.async_tp=true", "parallelism.async_tp=false"),
+        ("float8.enable=true", "float8.enable=false"),
         ("model.attention=flex", "model.attention=sdpa"),
         ("parallelism.cp=2", "parallelism.cp=1"),
         ("parallelism.pp=2", "parallelism.pp=1"),
@@ -172,6 +223,7 @@ def test_what_can_be_trained_is_not_refused() -> None:
         (["launch.gpu=cpu"], "1 rank"),
         (["launch.gpus_per_node=8", "parallelism.tp=2"], "dp_shard 4 x tp 2"),
         (["launch.nodes=2", "launch.gpus_per_node=4", "parallelism.dp_replicate=2"], "dp_replicate 2 x dp_shard 4"),
+        ([DEEPSEEK, "launch.gpus_per_node=8", "parallelism.tp=2", "parallelism.ep=8"], "dp_shard 4 x tp 2, ep 8"),
     ],
 )
 def test_layout_in_one_phrase(overrides: list[str], phrase: str) -> None:

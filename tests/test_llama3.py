@@ -16,7 +16,7 @@ from titan_cli.models.common import rope
 from titan_cli.models.common.attention import attend
 from titan_cli.models.common.init import ROWS, draw, generator
 from titan_cli.models.common.rmsnorm import RMSNorm
-from titan_cli.models.llama3.config import FLAVORS, Llama3Config, RopeScaling, build
+from titan_cli.models.llama3.config import FLAVORS, Llama3Config, RopeScaling
 from titan_cli.models.llama3.model import Attention, Llama3
 
 TINY = Llama3Config(dim=64, n_layers=3, n_heads=4, n_kv_heads=2, ffn_dim=96, vocab_size=128, rope_theta=10_000.0)
@@ -277,7 +277,7 @@ def test_some_rows_are_drawn_as_they_are_in_the_whole(rows: slice) -> None:
 
 @pytest.mark.parametrize("tie", [False, True])
 def test_the_first_loss_is_that_of_a_guess(tie: bool) -> None:
-    config = build("debug", tie_embeddings=tie)
+    config = replace(FLAVORS["debug"], tie_embeddings=tie)
     model = Llama3(config, seq_len=128)
     model.init_weights(seed=0)
     ids = tokens(config.vocab_size, 129)

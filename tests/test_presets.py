@@ -13,7 +13,11 @@ def test_preset_loads_and_resolves_without_a_machine(name: str) -> None:
     config = load(name).config
     resolved = derive.resolve(config, visible_gpus=0)
     assert resolved.world_size == resolved.dp * resolved.tp
-    assert derive.not_trained_yet(config) == []
+
+
+@pytest.mark.parametrize("name", presets.names())
+def test_every_preset_can_be_trained_but_those_of_deepseek(name: str) -> None:
+    assert bool(derive.not_trained_yet(load(name).config)) == name.startswith("dsv3-")
 
 
 @pytest.mark.parametrize("name", presets.names())
@@ -39,6 +43,12 @@ def test_debug_twins_differ_only_in_parallelism_and_launch(name: str) -> None:
     assert differing <= {"parallelism", "launch"}
 
 
+def test_the_tests_model_with_experts_has_the_same_recipe() -> None:
+    tests_model, experts = (dump.values(load(n).config) for n in ("llama3-debug", "dsv3-debug-ep"))
+    differing = {key for key in experts if experts[key] != tests_model[key]}
+    assert differing == {"model.family", "parallelism.dp_shard", "parallelism.ep"}
+
+
 @pytest.mark.parametrize(
     ("name", "world", "accumulation"),
     [
@@ -48,6 +58,8 @@ def test_debug_twins_differ_only_in_parallelism_and_launch(name: str) -> None:
         ("llama3-1b", 1, 64),
         ("llama3-8b-1d", 8, 8),
         ("llama3-8b-2d", 8, 16),
+        ("dsv3-debug-ep", 4, 1),
+        ("dsv3-16b-ep", 8, 4),
     ],
 )
 def test_the_arithmetic_of_the_comments(name: str, world: int, accumulation: int) -> None:
@@ -58,6 +70,12 @@ def test_the_arithmetic_of_the_comments(name: str, world: int, accumulation: int
 def test_debug_is_a_thousand_tokens_a_step() -> None:
     training = load("debug").config.training
     assert training.seq_len * training.local_batch_size == 1024
+
+
+def test_half_a_million_tokens_a_step() -> None:
+    for name in ("llama3-1b", "llama3-8b-1d", "llama3-8b-2d", "dsv3-16b-ep"):
+        training = load(name).config.training
+        assert training.seq_len * (training.global_batch_size or 0) == 2**19, name
 
 
 def test_debug_spreads_over_the_gpus_that_are_there() -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 if TYPE_CHECKING:
     from titan_cli.dashboard.screen import Screen
     from titan_cli.launch.process import Ending
+    from titan_cli.plan.explain import Line
     from titan_cli.plan.target import Target
     from titan_cli.runs.folder import RunFolder
 
@@ -85,6 +86,12 @@ def _preset_names() -> list[str]:
     return presets.names()
 
 
+PresetOption = Annotated[
+    str | None,
+    typer.Option(
+        "--preset", metavar="NAME|FILE", help="A shipped preset, or a path that ends in .toml.", autocompletion=_preset_names
+    ),
+]
 Preset = Annotated[
     str, typer.Argument(metavar="NAME", help="A shipped preset, or a path that ends in .toml.", autocompletion=_preset_names)
 ]
@@ -94,10 +101,7 @@ Preset = Annotated[
 def train(
     ctx: typer.Context,
     overrides: Overrides = None,
-    preset: Annotated[
-        str | None,
-        typer.Option("--preset", metavar="NAME|FILE", help="What to train; `titan presets ls`.", autocompletion=_preset_names),
-    ] = None,
+    preset: PresetOption = None,
     config: ConfigFile = None,
     run: Annotated[
         str | None, typer.Option("--run", metavar="NAME", help="Start this run, or continue it if it exists.")
@@ -105,6 +109,9 @@ def train(
     fork: Annotated[
         str | None, typer.Option("--fork", metavar="RUN[@STEP]", help="Begin from another run's checkpoint.")
     ] = None,
+    check_gradients: Annotated[
+        bool, typer.Option("--check-gradients", help="Before step 1, compare every gradient of a short batch with eager.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print configuration, plan, command and environment; start nothing.")
     ] = False,
@@ -115,13 +122,63 @@ def train(
     """
     from titan_cli.launch import start
 
-    request = start.Request(ctx.obj.ours, preset, config, tuple(overrides or ()), run, fork, ctx.obj.torchrun_args)
+    chosen = [*(overrides or ()), *(["compile.check_gradients=true"] if check_gradients else [])]
+    request = start.Request(ctx.obj.ours, preset, config, chosen, run, fork, ctx.obj.torchrun_args)
     if dry_run:
         print(start.dry_run(request), end="")
         return ExitCode.DONE
     ending = start.start(request, _screen)
     _show_ending(ending)
     return ending.code
+
+
+@app.command()
+def explain_compile(
+    overrides: Overrides = None,
+    preset: PresetOption = None,
+    config: ConfigFile = None,
+    run: Annotated[str | None, typer.Option("--run", metavar="NAME", help="Explain this run's configuration.")] = None,
+    torch: Annotated[str | None, typer.Option("--torch", metavar="VERSION", help="Plan for another torch.")] = None,
+    gpu: Annotated[str | None, typer.Option("--gpu", metavar="NAME", help="Plan for another device (launch.gpu).")] = None,
+    without: Annotated[str, typer.Option("--without", metavar="RULE", help="Plan as if this rule did not exist.")] = "",
+    rule: Annotated[str | None, typer.Option("--rule", metavar="RULE", help="Print this rule's page.")] = None,
+    rules: Annotated[bool, typer.Option("--rules", help="List all rules.")] = False,
+    as_json: AsJson = False,
+) -> int:
+    """Print what torch.compile would wrap, why, and what was rejected. Starts nothing and needs no GPU.
+
+    Without a preset: one line for each.
+    """
+    from titan_cli.plan import explain
+    from titan_cli.plan.planner import Refused
+
+    if rules:
+        rows = [(name, verdict, first) for name, verdict, first in explain.rule_list()]
+        if as_json:
+            _print_json({"rules": [{"rule": n, "verdict": v, "summary": s} for n, v, s in rows]})
+        else:
+            _print_table(rows, head=["rule", "does", "because"])
+        return ExitCode.DONE
+    for name in filter(None, (rule, without)):
+        explain.known_rule(name)
+    if rule:
+        _print_lines(explain.page(rule, _width()))
+        return ExitCode.DONE
+    more = [*(overrides or ()), *([f"launch.gpu={gpu}"] if gpu else [])]
+    if preset is None and config is None and run is None:
+        _print_plans(more, torch, without, as_json)
+        return ExitCode.DONE
+    try:
+        target = explain.target(preset, config, more, run, torch, without)
+    except Refused as refused:
+        if as_json:
+            _print_json(refused.to_json())
+        raise
+    if as_json:
+        _print_json(target.plan.to_json())
+    else:
+        _print_lines(explain.explain(target, _width()))
+    return ExitCode.DONE
 
 
 @app.callback(invoke_without_command=True)
@@ -261,6 +318,45 @@ def _show_ending(ending: Ending) -> None:
 
         return Console(stderr=True).print(panel)
     return _say(str(panel))
+
+
+def _print_plans(overrides: Sequence[str], torch: str | None, without: str, as_json: bool) -> None:
+    """One line for each preset: hardware, layout, strategy, and the rules that decided."""
+    from titan_cli.config import derive, layers, presets
+    from titan_cli.plan import explain
+    from titan_cli.plan.planner import Refused
+
+    rows = []
+    for name in presets.names():
+        row = {
+            "preset": name,
+            "hardware": presets.hardware(presets.find(name)),
+            "layout": derive.layout(layers.load(name).config),
+        }
+        try:
+            target = explain.target(name, None, overrides, None, torch, without)
+            row |= {"plan": target.plan.sentence(), "decided by": explain.deciding(target)}
+        except Refused as refused:
+            row |= {"plan": "refused", "decided by": refused.rule}
+        rows.append(row)
+    if as_json:
+        _print_json({"presets": rows})
+    else:
+        _print_table([list(row.values()) for row in rows], head=list(rows[0]))
+
+
+def _width() -> int:
+    """Columns to wrap at: the terminal's, within what reads well; 80 for a pipe."""
+    import shutil
+
+    return max(60, min(shutil.get_terminal_size().columns, 100)) if sys.stdout.isatty() else 80
+
+
+def _print_lines(lines: Sequence[Line]) -> None:
+    """Explanations; headings in bold where there is a terminal that wants it."""
+    bold = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    for line in lines:
+        print(f"\x1b[1m{line.text}\x1b[0m" if bold and line.heading and line.text else line.text)
 
 
 def _print_json(content: dict[str, Any]) -> None:

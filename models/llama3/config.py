@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,19 @@ class Llama3Config:
     @property
     def head_dim(self) -> int:
         return self.dim // self.n_heads
+
+    def block_kinds(self) -> tuple[tuple[str, int], ...]:
+        """Kinds of blocks and how many there are."""
+        return (("dense", self.n_layers),)
+
+    def tp_sizes(self) -> dict[str, int]:
+        """What tensor parallelism cuts: the degree must divide each."""
+        return {
+            "n_heads": self.n_heads,
+            "n_kv_heads": self.n_kv_heads,
+            "ffn_dim": self.ffn_dim,
+            "vocab_size": self.vocab_size,
+        }
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every parameter's name and shape, in the model's own order (held equal to the meta model by a test)."""
@@ -100,8 +113,3 @@ FLAVORS = {
         dim=16384, n_layers=126, n_heads=128, n_kv_heads=8, ffn_dim=53248, rope_scaling=RopeScaling(factor=8.0)
     ),
 }  # fmt: skip
-
-
-def build(flavor: str, **overrides: object) -> Llama3Config:
-    """The flavor with some dimensions replaced. Raises KeyError for an unknown flavor, ValueError for sizes that do not fit."""
-    return replace(FLAVORS[flavor], **overrides)  # type: ignore[arg-type]

@@ -58,6 +58,8 @@ class TransformerBlock(nn.Module):
     serves every block.
     """
 
+    kind = "dense"
+
     def __init__(self, config: Llama3Config) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.dim, config.norm_eps)

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from math import gcd, prod
 
 from titan_cli.config.schema import Config
 from titan_cli.errors import TitanError
-from titan_cli.models.llama3.config import FLAVORS, Llama3Config, build
+from titan_cli.models.deepseek_v3 import config as deepseek_v3
+from titan_cli.models.llama3 import config as llama3
+
+ModelConfig = llama3.Llama3Config | deepseek_v3.DeepSeekV3Config
+
+FLAVORS: Mapping[str, Mapping[str, ModelConfig]] = {"llama3": llama3.FLAVORS, "deepseek_v3": deepseek_v3.FLAVORS}
 
 
 @dataclass(frozen=True)
@@ -73,16 +78,22 @@ def resolve(config: Config, visible_gpus: int) -> Resolved:
     )
 
 
-def model_config(config: Config) -> Llama3Config:
+def model_config(config: Config) -> ModelConfig:
     """The flavor's dimensions, with those replaced that the configuration sets. Raises TitanError if they do not fit."""
     m = config.model
-    try:
-        return build(m.flavor, **m.model_dump(exclude={"family", "flavor", "attention"}, exclude_none=True))
-    except KeyError:
-        near = difflib.get_close_matches(m.flavor, FLAVORS, n=1)
+    flavors = FLAVORS[m.family]
+    if m.flavor not in flavors:
+        near = difflib.get_close_matches(m.flavor, flavors, n=1)
         meant = f"Did you mean {near[0]}? " if near else ""
         message = f"model.flavor: unknown flavor {m.flavor} of {m.family}"
-        raise TitanError(message, hint=f"{meant}There are {', '.join(FLAVORS)}.") from None
+        raise TitanError(message, hint=f"{meant}There are {', '.join(flavors)}.")
+    dimensions = m.model_dump(exclude={"family", "flavor", "attention"}, exclude_none=True)
+    known = [field.name for field in fields(flavors[m.flavor])]
+    if foreign := [f"model.{name}" for name in dimensions if name not in known]:
+        message = f"{', '.join(foreign)}: {m.family} has no such dimension"
+        raise TitanError(message, hint=f"It has {', '.join(name for name in known if name in type(m).model_fields)}.")
+    try:
+        return replace(flavors[m.flavor], **dimensions)
     except ValueError as error:
         raise TitanError(f"model: {error}", hint="Change one of the two, or leave both to the flavor.") from None
 
@@ -91,11 +102,16 @@ def not_trained_yet(config: Config) -> list[str]:
     """What this configuration asks for that titan plans and explains but cannot train; empty: nothing. Callers exit 3."""
     p = config.parallelism
     asked = {
+        'model.family="deepseek_v3"': (config.model.family == "deepseek_v3", "llama3"),
         'model.attention="flex"': (config.model.attention == "flex", "sdpa"),
         f"parallelism.cp={p.cp}": (p.cp > 1, 1),
         f"parallelism.pp={p.pp}": (p.pp > 1, 1),
         f"parallelism.ep={p.ep}": (p.ep > 1, 1),
+        "parallelism.sequence_parallel=false": (not p.sequence_parallel, "true"),
+        "parallelism.loss_parallel=true": (p.loss_parallel, "false"),
+        "parallelism.async_tp=true": (p.async_tp, "false"),
         'activation_checkpoint.mode="selective"': (config.activation_checkpoint.mode == "selective", "full"),
+        "float8.enable=true": (config.float8.enable, "false"),
     }
     return [
         f"{what} can be planned, not trained yet; {what.partition('=')[0]}={instead} can"
@@ -105,7 +121,7 @@ def not_trained_yet(config: Config) -> list[str]:
 
 
 def layout(config: Config) -> str:
-    """The degrees above 1 in one phrase, as known without a machine."""
+    """The degrees above 1 in one phrase, as known without a machine. ep is apart: it takes ranks of the others."""
     p, launch = config.parallelism, config.launch
     if p.dp_shard == -1 and launch.gpus_per_node == "auto" and launch.gpu != "cpu":
         shard = "all visible GPUs"
@@ -117,9 +133,9 @@ def layout(config: Config) -> str:
         "cp": str(p.cp),
         "tp": str(p.tp),
         "pp": str(p.pp),
-        "ep": str(p.ep),
     }
-    return " x ".join(f"{name} {n}" for name, n in degrees.items() if n != "1") or "1 rank"
+    product = " x ".join(f"{name} {n}" for name, n in degrees.items() if n != "1") or "1 rank"
+    return product if p.ep == 1 else f"{product}, ep {p.ep}"
 
 
 def _ranks_per_node(config: Config, visible_gpus: int, rules: dict[str, str]) -> int:
@@ -193,20 +209,29 @@ def _model_problems(config: Config) -> list[str]:
         model = model_config(config)
     except TitanError as error:
         return [f"{error.message}\n    {error.hint}"]
-    # Heads, feed-forward and vocabulary are cut among the tp ranks; so is the sequence between the blocks (sequence parallel).
-    cut = {
-        "n_heads": model.n_heads,
-        "n_kv_heads": model.n_kv_heads,
-        "ffn_dim": model.ffn_dim,
-        "vocab_size": model.vocab_size,
-        "training.seq_len": config.training.seq_len,
-    }
+    return [*_tp_problems(model, config), *_ep_problems(model, config)]
+
+
+def _tp_problems(model: ModelConfig, config: Config) -> list[str]:
+    cut = model.tp_sizes()
+    if config.parallelism.sequence_parallel:  # the sequence is cut between the blocks
+        cut["training.seq_len"] = config.training.seq_len
     tp = config.parallelism.tp
     uneven = [f"{name} {size}" for name, size in cut.items() if size % tp]
     if not uneven:
         return []
     possible = ", ".join(map(str, _divisors(gcd(*cut.values()))))
     return [f"parallelism.tp = {tp} does not divide {', '.join(uneven)}\n    tp can be {possible} with these sizes."]
+
+
+def _ep_problems(model: ModelConfig, config: Config) -> list[str]:
+    ep, family = config.parallelism.ep, config.model.family
+    if not isinstance(model, deepseek_v3.DeepSeekV3Config):
+        return [f"parallelism.ep = {ep}, but {family} has no experts\n    ep can be 1."] if ep > 1 else []
+    if model.n_experts % ep == 0:
+        return []
+    possible = ", ".join(map(str, _divisors(model.n_experts)))
+    return [f"parallelism.ep = {ep} does not divide n_experts {model.n_experts}\n    ep can be {possible}."]
 
 
 def _divisors(n: int) -> list[int]:

@@ -22,19 +22,75 @@ class Section(BaseModel):
 
 
 class Model(Section):
-    family: Literal["llama3"] = Field("llama3", description="model family")
-    flavor: str = Field("debug", description="published size: debug, 1b, 8b, 70b, 405b")
+    """Dimensions that are unset are the flavor's. Setting one that the family does not have is an error."""
+
+    family: Literal["llama3", "deepseek_v3"] = Field("llama3", description="model family")
+    flavor: str = Field("debug", description="published size; llama3: debug, 1b, 8b, 70b, 405b; deepseek_v3: debug, 16b, 671b")
     dim: Count | None = Field(None, description="width of the residual stream, features; unset: the flavor's")
     n_layers: Count | None = Field(None, description="transformer blocks; unset: the flavor's")
     n_heads: Count | None = Field(None, description="query heads; unset: the flavor's")
-    n_kv_heads: Count | None = Field(None, description="key and value heads (grouped-query attention); unset: the flavor's")
-    ffn_dim: Count | None = Field(None, description="hidden width of the feed-forward, features; unset: the flavor's")
+    n_kv_heads: Count | None = Field(
+        None, description="llama3: key and value heads (grouped-query attention); unset: the flavor's"
+    )
+    ffn_dim: Count | None = Field(
+        None, description="hidden width of the feed-forward (not of experts), features; unset: the flavor's"
+    )
     vocab_size: Count | None = Field(
         None, description="rows of the embedding, at least the tokenizer's size; unset: the flavor's"
     )
     norm_eps: float | None = Field(None, gt=0, description="epsilon of RMSNorm; unset: the flavor's")
     rope_theta: float | None = Field(None, gt=0, description="base of the rotary frequencies; unset: the flavor's")
     tie_embeddings: bool | None = Field(None, description="use the embedding's matrix as the output head; unset: the flavor's")
+    n_dense_layers: Whole | None = Field(
+        None, description="deepseek_v3: first blocks, which have no experts; unset: the flavor's"
+    )
+    q_lora_rank: Whole | None = Field(
+        None, description="deepseek_v3: width of the queries' latent, features; 0: none; unset: the flavor's"
+    )
+    kv_lora_rank: Count | None = Field(
+        None, description="deepseek_v3: width of the keys' and values' latent, features; unset: the flavor's"
+    )
+    qk_nope_head_dim: Count | None = Field(
+        None, description="deepseek_v3: features of a head's query and key without position; unset: the flavor's"
+    )
+    qk_rope_head_dim: Count | None = Field(
+        None, description="deepseek_v3: rotated features of a head's query and key; unset: the flavor's"
+    )
+    v_head_dim: Count | None = Field(None, description="deepseek_v3: features of a head's value; unset: the flavor's")
+    moe_ffn_dim: Count | None = Field(None, description="deepseek_v3: hidden width of an expert, features; unset: the flavor's")
+    n_experts: Count | None = Field(None, description="deepseek_v3: routed experts of a block; unset: the flavor's")
+    n_shared_experts: Count | None = Field(
+        None, description="deepseek_v3: experts of a block that see every token; unset: the flavor's"
+    )
+    top_k: Count | None = Field(None, description="deepseek_v3: routed experts that see a token; unset: the flavor's")
+    n_expert_groups: Count | None = Field(
+        None, description="deepseek_v3: groups that a block's experts are divided into; unset: the flavor's"
+    )
+    n_limited_groups: Count | None = Field(
+        None, description="deepseek_v3: groups that a token's experts may be in; unset: the flavor's"
+    )
+    score_func: Literal["softmax", "sigmoid"] | None = Field(
+        None, description="deepseek_v3: from the router's logits to the experts' scores; unset: the flavor's"
+    )
+    route_scale: float | None = Field(
+        None, gt=0, description="deepseek_v3: factor of the chosen experts' weights; unset: the flavor's"
+    )
+    norm_topk: bool | None = Field(
+        None, description="deepseek_v3: the chosen experts' weights add up to 1; unset: the flavor's"
+    )
+    rope_factor: float | None = Field(
+        None, ge=1, description="deepseek_v3: YaRN's stretch of slow rotations beyond original_seq_len; unset: the flavor's"
+    )
+    original_seq_len: Count | None = Field(
+        None, description="deepseek_v3: longest sequence without YaRN, tokens; unset: the flavor's"
+    )
+    beta_fast: float | None = Field(
+        None, gt=0, description="deepseek_v3: rotations in original_seq_len above which YaRN keeps them; unset: the flavor's"
+    )
+    beta_slow: float | None = Field(
+        None, gt=0, description="deepseek_v3: rotations in original_seq_len below which YaRN stretches all; unset: the flavor's"
+    )
+    mscale: float | None = Field(None, ge=0, description="deepseek_v3: YaRN's sharpening of the softmax; unset: the flavor's")
     attention: Literal["sdpa", "flex"] = Field("sdpa", description="attention kernel")
 
 
@@ -96,11 +152,20 @@ class Parallelism(Section):
     tp: Count = Field(1, description="ranks that split each matrix (tensor parallel)")
     cp: Count = Field(1, description="ranks that split the sequence (context parallel)")
     pp: Count = Field(1, description="pipeline stages")
-    ep: Count = Field(1, description="ranks that split the experts")
+    ep: Count = Field(1, description="ranks that split the experts, taken from dp_shard x cp x tp; divides n_experts")
+    pp_schedule: Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"] = Field(
+        "1F1B", description="order of micro-batches in the pipeline, by torch's name"
+    )
+    sequence_parallel: bool = Field(True, description="with tp: cut activations along the sequence between the blocks")
+    loss_parallel: bool = Field(False, description="with tp: keep the logits cut by vocabulary in the loss")
+    async_tp: bool = Field(False, description="with tp: overlap its communication with the matmuls (inductor, NVLink)")
 
 
 class ActivationCheckpoint(Section):
     mode: Literal["none", "full", "selective"] = Field("none", description="what backward computes again instead of keeping it")
+    selective_option: Literal["op", "2"] = Field(
+        "op", description="with selective: op keeps the results of costly operators, 2 computes every 2nd block again"
+    )
 
 
 class Compile(Section):
@@ -111,8 +176,17 @@ class Compile(Section):
     backend: Literal["auto", "inductor", "aot_eager"] = Field(
         "auto", description="torch.compile backend; auto: inductor, or aot_eager on a CPU without a C++ compiler"
     )
+    strict: bool = Field(False, description="stop, exit 9, when compile health or the gradient audit finds a fault")
+    check_gradients: bool = Field(
+        False,
+        description="before step 1, compare every gradient of a short batch with eager (also: titan train --check-gradients)",
+    )
     force: bool = Field(False, description="use the named strategy although a rule forbids it; a warning stays")
     warmup_timeout_s: float = Field(1800.0, gt=0, description="longest time for building and compiling before step 1, seconds")
+
+
+class Float8(Section):
+    enable: bool = Field(False, description="matmuls of the linear layers in float8 (needs torchao and compute capability 8.9)")
 
 
 class Checkpoint(Section):
@@ -152,6 +226,7 @@ class Config(Section):
     parallelism: Parallelism = Parallelism()
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
     compile: Compile = Compile()
+    float8: Float8 = Float8()
     checkpoint: Checkpoint = Checkpoint()
     metrics: Metrics = Metrics()
     launch: Launch = Launch()

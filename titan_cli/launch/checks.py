@@ -74,7 +74,7 @@ def memory(target: Target) -> list[Problem]:
     """Whether the states alone, which nothing but another layout makes smaller, exceed the device."""
     sizes = [gpu.memory_gib for gpu in (*target.visible[: target.world.ranks_per_node], target.gpu) if gpu]
     need = target.states.total / 2**30
-    if target.device == "cpu" or not sizes or need <= min(sizes):
+    if target.device == "cpu" or target.world.pp > 1 or not sizes or need <= min(sizes):  # stages are not told apart yet
         return []
     return [
         Problem(

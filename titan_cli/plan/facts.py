@@ -8,28 +8,70 @@ from typing import Literal
 
 Version = tuple[int, int, int]
 
+# The versions that the rules were measured on. A newer torch gets the newest one's plan and is told so.
+OLDEST: Version = (2, 11, 0)
+NEWEST: Version = (2, 14, 1)
+
+# Schedules that split backward into the gradient of the input and that of the weights.
+SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+
 
 @dataclass(frozen=True)
 class Facts:
     """One model under one layout on one torch. Degrees are numbers of ranks."""
 
     family: str
-    blocks: tuple[tuple[str, int], ...]  # kind of block -> how many, e.g. (("dense", 32),)
-    attention: str
+    blocks: tuple[tuple[str, int], ...]  # kind of block -> how many, e.g. (("dense", 3), ("moe", 58))
+    attention: Literal["sdpa", "flex"]
+    tied: bool
     dp_replicate: int
     dp_shard: int
     cp: int
     tp: int
     pp: int
     ep: int
-    ac_mode: str
+    pp_schedule: str
+    sequence_parallel: bool
+    loss_parallel: bool
+    async_tp: bool
+    ac_mode: Literal["none", "full", "selective"]
+    ac_option: str  # "op": by operator; "2": every second block whole
+    float8: bool
     dtype: str
     loss: bool
     backend: str
     torch: Version
     device: Literal["cuda", "cpu"]
-    capability: tuple[int, int] | None
+    capability: tuple[int, int] | None  # compute capability of the GPU
     cxx_compiler: bool
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of blocks there are."""
+        return tuple(kind for kind, count in self.blocks if count)
+
+    @property
+    def experts(self) -> Literal["none", "mesh", "nested"]:
+        """How experts are sharded: in one FSDP unit with their block, on a mesh of their own, or in a unit inside the block.
+
+        torch 2.12 lets one fully_shard place each parameter on its own mesh (ShardPlacementResult); 2.11 cannot.
+        """
+        if "moe" not in self.kinds or self.ep * self.tp == 1:
+            return "none"
+        return "mesh" if self.torch >= (2, 12, 0) else "nested"
+
+    @property
+    def ac_by_op(self) -> bool:
+        """Checkpointing decides operator by operator what to keep (selective, option "op")."""
+        return self.ac_mode == "selective" and self.ac_option == "op"
+
+    @property
+    def split_backward(self) -> bool:
+        return self.pp > 1 and self.pp_schedule in SPLIT_BACKWARD
+
+    @property
+    def torch_text(self) -> str:
+        return ".".join(map(str, self.torch))
 
 
 def parse_version(text: str) -> Version:

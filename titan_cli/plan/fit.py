@@ -42,11 +42,19 @@ def states(
 def local_shape(
     name: str, shape: tuple[int, ...], world: Resolved, tp_plan: Mapping[str, str], cut_dim: Mapping[str, int | None]
 ) -> tuple[int, ...]:
-    """What rank 0 holds of a parameter: tensor parallel cuts first, then FSDP cuts the rows, the first ranks getting more."""
+    """What rank 0 holds of a parameter: tensor parallel cuts first, then FSDP cuts the rows, the first ranks getting more.
+
+    Routed experts are cut among the ep ranks by expert instead, and then by FSDP among the dp_shard x cp x tp / ep ranks
+    that hold the same experts: by expert while there is one for each rank, else by each expert's rows.
+    """
     local = list(shape)
     style = lookup(name.rpartition(".")[0], tp_plan)
     cut = cut_dim[style] if style else None
-    if world.tp > 1 and cut is not None:
-        local[cut] = ceil(local[cut] / world.tp)
-    local[0] = ceil(local[0] / world.dp_shard)
+    parts, sharded = world.tp, world.dp_shard * world.cp
+    if style == "experts":
+        parts, sharded = world.ep, sharded * world.tp // world.ep
+    if cut is not None:
+        local[cut] = ceil(local[cut] / parts)
+    rows = 1 if style == "experts" and sharded > local[0] else 0
+    local[rows] = ceil(local[rows] / sharded)
     return tuple(local)

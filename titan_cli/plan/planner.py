@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from titan_cli.errors import ExitCode, TitanError
-from titan_cli.plan.facts import Facts
-from titan_cli.plan.rules import RULES, Finding, Wrapping
+from titan_cli.plan.candidates import CANDIDATES, ON_REQUEST, WRAPS, Wrapping
+from titan_cli.plan.facts import NEWEST, Facts
+from titan_cli.plan.rules import RULES, Finding, Rule, rule_id
 
-# Best first. Whole-model, submodule and norm-only wrappings are no candidates yet.
-CANDIDATES = (Wrapping("block", "inside"), Wrapping("block", "outside"), Wrapping("off", "inside"))
+Found = tuple[str, Finding]  # a rule's id and what it says
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Plan:
     strategy: str
     ac: str
     ac_mode: str
+    ac_option: str
     dtype: str
     backend: str
     loss: bool
@@ -32,6 +34,8 @@ class Plan:
     settings: dict[str, Any]
     findings: tuple[dict[str, Any], ...]
     rejected: tuple[dict[str, str], ...]
+    expect: dict[str, Any]
+    notes: tuple[str, ...] = ()
     schema: int = 1
 
     def to_json(self) -> dict[str, Any]:
@@ -40,69 +44,114 @@ class Plan:
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Plan:
         """The plan that `to_json` wrote. Raises TypeError for fields of another schema."""
-        tuples = {k: tuple(content[k]) for k in ("wraps", "cures", "findings", "rejected")}
+        tuples = {k: tuple(content[k]) for k in ("wraps", "cures", "findings", "rejected", "notes")}
         capability = content["capability"]
         return cls(**{**content, **tuples, "capability": None if capability is None else tuple(capability)})
 
     def sentence(self) -> str:
-        """One line for a dashboard: "each block compiled (inductor), AC outside"."""
-        what = "eager" if self.strategy == "off" else f"each {self.strategy} compiled ({self.backend})"
+        """One line for a dashboard: "each block compiled (inductor), full AC outside"."""
+        parts = {"whole": "whole model", "block": "each block", "submodule": "each submodule", "norm": "only norms", "off": ""}
+        what = f"{parts[self.strategy]} compiled ({self.backend})" if self.wraps else "eager"
         return what + ("" if self.ac_mode == "none" else f", {self.ac_mode} AC {self.ac}")
 
 
-def make_plan(facts: Facts, strategy: str = "auto", force: bool = False) -> Plan:
-    """The best safe plan, or the named strategy's.
+class Refused(TitanError):
+    """No wrapping is safe: the rule that forbids the last one, and the nearest that is."""
 
-    Raises TitanError (refused) when a rule forbids every wrapping of the named strategy and `force` is not set.
+    def __init__(self, wanted: str, found: Found, nearest: str) -> None:
+        rule, finding = found
+        hint = f"nearest that works: {nearest}" if nearest else ""
+        super().__init__(f"{wanted} is refused by the rule {rule}: {finding.because}", hint, ExitCode.REFUSED)
+        self.rule, self.because, self.nearest = rule, finding.because, nearest
+
+    def to_json(self) -> dict[str, Any]:
+        refused = {"exit": int(self.code), "rule": self.rule, "because": self.because, "nearest": self.nearest}
+        return {"schema": 1, "refused": refused}
+
+
+def make_plan(facts: Facts, strategy: str = "auto", force: bool = False, without: str = "") -> Plan:
+    """The best safe plan, or the named strategy's; `without` leaves out one rule, to see what it is for.
+
+    With `force` the named strategy's first wrapping is taken whatever forbids it; the plan's notes say so. Raises Refused
+    when a rule forbids every wrapping.
     """
-    rejected: list[tuple[Wrapping, Finding]] = []
-    for wrapping in _candidates(strategy):
-        findings = [f for rule in RULES if (f := rule(facts, wrapping))]
-        forbidden = [f for f in findings if f.verdict == "forbid"]
+    rules = [rule for rule in RULES if rule_id(rule) != without]
+    rejected: list[tuple[Wrapping, Found]] = []
+    for wrapping in named(strategy):
+        findings = judge(facts, wrapping, rules)
+        forbidden = [found for found in findings if found[1].verdict == "forbid"]
         if not forbidden or (force and strategy != "auto"):
-            return _plan(facts, wrapping, findings, rejected)
-        rejected += [(wrapping, f) for f in forbidden]
-    finding = rejected[-1][1]
-    raise TitanError(
-        f"compile.strategy={strategy} is refused for this layout by the rule {finding.rule}: {finding.because}",
-        "leave compile.strategy at auto for the best safe wrapping, or set compile.force=true to use it all the same",
-        ExitCode.REFUSED,
-    )
+            return build_plan(facts, wrapping, findings, rejected)
+        rejected += [(wrapping, found) for found in forbidden]
+    wanted = "this layout" if strategy == "auto" else f"compile.strategy={strategy}"
+    found = rejected[-1][1]
+    raise Refused(wanted, found, found[1].instead or _next_safe(facts, rules))
 
 
-def _candidates(strategy: str) -> tuple[Wrapping, ...]:
-    if strategy == "auto":
-        return CANDIDATES
-    named = tuple(w for w in CANDIDATES if w.strategy == strategy)
-    if not named:
-        known = ", ".join(dict.fromkeys(w.strategy for w in CANDIDATES))
-        raise TitanError(f"compile.strategy={strategy} cannot be trained yet", f"use one of: auto, {known}", ExitCode.REFUSED)
-    return named
+def named(strategy: str) -> tuple[Wrapping, ...]:
+    """The wrappings of a strategy, best first; all that are chosen by themselves for auto."""
+    return CANDIDATES if strategy == "auto" else tuple(w for w in (*CANDIDATES, *ON_REQUEST) if w.strategy == strategy)
 
 
-def _plan(facts: Facts, wrapping: Wrapping, findings: list[Finding], rejected: list[tuple[Wrapping, Finding]]) -> Plan:
-    settings = {key: value for f in findings for key, value in f.settings.items()}
+def judge(facts: Facts, wrapping: Wrapping, rules: Sequence[Rule] = RULES) -> list[Found]:
+    """What the rules say of one wrapping."""
+    return [(rule_id(rule), finding) for rule in rules if (finding := rule(facts, wrapping))]
+
+
+def _next_safe(facts: Facts, rules: Sequence[Rule]) -> str:
+    for wrapping in CANDIDATES:
+        if not any(finding.verdict == "forbid" for _, finding in judge(facts, wrapping, rules)):
+            return f"compile.strategy={wrapping.strategy}"
+    return ""
+
+
+def build_plan(facts: Facts, wrapping: Wrapping, findings: list[Found], rejected: list[tuple[Wrapping, Found]]) -> Plan:
+    """The plan of one wrapping: the rules' settings that are the plan's own go to their places, torch's stay settings."""
+    settings: dict[str, Any] = {key: value for _, finding in findings for key, value in finding.settings.items()}
     backend = settings.pop("backend", "inductor" if facts.backend == "auto" else facts.backend)
-    compiled = wrapping.strategy != "off"
-    wraps = tuple({"target": "layers.*", "kind": kind, "fullgraph": True} for kind, _ in facts.blocks)
+    breaks = {kind: settings.pop(f"expect.{kind}.breaks", 0) for kind in facts.kinds}
+    fullgraph = {kind: settings.pop(f"wraps.{kind}.fullgraph", wrapping.strategy != "whole") for kind in facts.kinds}
+    wraps = {
+        (target, kind): {"target": target, "kind": kind, "fullgraph": fullgraph[kind]}
+        for kind in facts.kinds
+        for target in WRAPS[wrapping.strategy][kind]
+    }
+    forbidden = [f"forced although {rule} forbids it: {f.because}" for rule, f in findings if f.verdict == "forbid"]
+    newer = f"torch {facts.torch_text} is newer than the rules' evidence: not checked on this version: run titan verify"
     return Plan(
         strategy=wrapping.strategy,
         ac=wrapping.ac,
         ac_mode=facts.ac_mode,
+        ac_option=facts.ac_option if facts.ac_mode == "selective" else "",
         dtype=facts.dtype,
         backend=str(backend),
-        loss=compiled and facts.loss,
-        torch=".".join(map(str, facts.torch)),
+        loss=wrapping.strategy != "off" and facts.loss,
+        torch=facts.torch_text,
         device=facts.device,
         capability=facts.capability,
-        wraps=wraps if compiled else (),
-        cures=tuple({"rule": f.rule, "what": f.cure} for f in findings if f.cure),
+        wraps=tuple(wraps.values()),
+        cures=tuple({"rule": rule, "what": f.cure} for rule, f in findings if f.cure),
         settings=settings,
-        findings=tuple(_finding(f) for f in findings),
-        rejected=tuple({**dataclasses.asdict(w), "rule": f.rule, "because": f.because} for w, f in rejected),
+        findings=tuple(_finding(*found) for found in findings),
+        rejected=tuple({"strategy": w.strategy, "ac": w.ac, "rule": rule, "because": f.because} for w, (rule, f) in rejected),
+        expect=expectation(wrapping, facts, breaks),
+        notes=(*forbidden, *([newer] if facts.torch[:2] > NEWEST[:2] else [])),
     )
 
 
-def _finding(finding: Finding) -> dict[str, Any]:
-    content = {name: getattr(finding, name) for name in ("rule", "verdict", "because", "evidence")}
-    return content | {"sources": list(finding.sources)}
+def expectation(wrapping: Wrapping, facts: Facts, breaks: dict[str, int]) -> dict[str, Any]:
+    """What Dynamo should report after warm-up, by mode and kind of block: graphs (one for each piece of code) and breaks.
+
+    A break cuts a piece of code in two, so each adds a graph. Nothing is expected of a whole-model graph: where it breaks
+    depends on the model.
+    """
+    if wrapping.strategy in ("off", "whole"):
+        return {"train": {}, "eval": {}, "recompiles_after_warmup": 0}
+    pieces = {"block": {"dense": 1, "moe": 1}, "submodule": {"dense": 3, "moe": 4}, "norm": {"dense": 1, "moe": 1}}
+    kinds = {kind: {"graphs": pieces[wrapping.strategy][kind] + breaks[kind], "breaks": breaks[kind]} for kind in facts.kinds}
+    return {"train": kinds, "eval": kinds, "recompiles_after_warmup": 0}
+
+
+def _finding(rule: str, finding: Finding) -> dict[str, Any]:
+    content = {name: getattr(finding, name) for name in ("verdict", "because", "evidence")}
+    return {"rule": rule, **content, "sources": list(finding.sources)}

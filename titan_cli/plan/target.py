@@ -5,18 +5,17 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
 from titan_cli import hardware
-from titan_cli.config.derive import Resolved, model_config, resolve
-from titan_cli.config.layers import Loaded, Origin, load
+from titan_cli.config.derive import ModelConfig, Resolved, model_config, resolve
+from titan_cli.config.layers import Origin, load
 from titan_cli.config.schema import Config
 from titan_cli.errors import TitanError
-from titan_cli.models.llama3.config import Llama3Config
-from titan_cli.models.llama3.tp_plan import CUT_DIM, TP_PLAN
 from titan_cli.plan import fit
-from titan_cli.plan.facts import Facts, parse_version
+from titan_cli.plan.facts import OLDEST, Facts, Version, parse_version
 from titan_cli.plan.planner import Plan, make_plan
 
 
@@ -28,59 +27,89 @@ class Target:
     config: Config
     origins: dict[str, Origin]
     world: Resolved
-    model: Llama3Config
-    device: str
+    model: ModelConfig
     gpu: hardware.Gpu | None
     visible: tuple[hardware.Visible, ...]
+    facts: Facts
     plan: Plan
     states: fit.States
 
+    @property
+    def device(self) -> str:
+        return self.plan.device
 
-def build(preset: str | None, config_file: str | None, overrides: Sequence[str]) -> Target:
-    """Resolve, derive and plan. Raises TitanError for every problem that needs no machine to be seen."""
-    return from_config(Path(preset).stem if preset else "config", load(preset, config_file, overrides))
 
+def build(
+    preset: str | None, config_file: str | None, overrides: Sequence[str], torch: str | None = None, without: str = ""
+) -> Target:
+    """Resolve, derive and plan, for the installed torch or another one; `without` leaves one rule out.
 
-def from_config(name: str, loaded: Loaded) -> Target:
-    """As `build`, from a configuration that is loaded already."""
+    Raises TitanError for every problem that needs no machine to be seen.
+    """
+    loaded = load(preset, config_file, overrides)
     config = loaded.config
-    gpu = _gpu(config.launch.gpu)
+    gpu = planned_gpu(config.launch.gpu)
     visible = () if config.launch.gpu == "cpu" else hardware.visible_gpus()
-    device = "cuda" if gpu or (config.launch.gpu == "auto" and visible) else "cpu"
     world = resolve(config, len(visible))
     # The batch is part of what a run is: a continuation on other hardware must not derive another one.
     batch = config.training.model_copy(update={"global_batch_size": world.global_batch_size})
     config = config.model_copy(update={"training": batch})
-    plan = make_plan(facts(config, world, device, gpu, visible), config.compile.strategy, config.compile.force)
+    facts = make_facts(config, world, gpu, visible, planned_torch(torch))
+    plan = make_plan(facts, config.compile.strategy, config.compile.force, without)
     model = model_config(config)
-    states = fit.states(model.shapes(), world, TP_PLAN, CUT_DIM, config.training.dtype)
-    return Target(name, config, loaded.origins, world, model, device, gpu, visible, plan, states)
+    cuts = import_module(f"titan_cli.models.{config.model.family}.tp_plan")
+    states = fit.states(model.shapes(), world, cuts.TP_PLAN, cuts.CUT_DIM, config.training.dtype)
+    name = Path(preset).stem if preset else "config"
+    return Target(name, config, loaded.origins, world, model, gpu, visible, facts, plan, states)
 
 
-def facts(config: Config, world: Resolved, device: str, gpu: hardware.Gpu | None, visible: Sequence[hardware.Visible]) -> Facts:
-    capability = gpu.capability if gpu else visible[0].capability if device == "cuda" else None
+def planned_torch(asked: str | None) -> Version:
+    """The version to plan for: the one asked for, or the installed one. Raises TitanError (usage) for one that is too old."""
+    text = asked or version("torch")
+    try:
+        parsed = parse_version(text)
+    except ValueError as error:
+        raise TitanError(f"--torch {text}: {error}", "for example --torch 2.14.1") from None
+    if parsed < OLDEST:
+        raise TitanError(f"torch {text}: titan supports torch >= 2.11", "plan for a newer one, or install it")
+    return parsed
+
+
+def make_facts(
+    config: Config, world: Resolved, gpu: hardware.Gpu | None, visible: Sequence[hardware.Visible], torch: Version
+) -> Facts:
+    """The planner's view of a resolved configuration."""
+    model, parallelism, ac = model_config(config), config.parallelism, config.activation_checkpoint
+    capability = gpu.capability if gpu else visible[0].capability if visible else None
     return Facts(
         family=config.model.family,
-        blocks=(("dense", model_config(config).n_layers),),
+        blocks=model.block_kinds(),
         attention=config.model.attention,
+        tied=model.tie_embeddings,
         dp_replicate=world.dp_replicate,
         dp_shard=world.dp_shard,
         cp=world.cp,
         tp=world.tp,
         pp=world.pp,
         ep=world.ep,
-        ac_mode=config.activation_checkpoint.mode,
+        pp_schedule=parallelism.pp_schedule,
+        sequence_parallel=parallelism.sequence_parallel,
+        loss_parallel=parallelism.loss_parallel,
+        async_tp=parallelism.async_tp,
+        ac_mode=ac.mode,
+        ac_option=ac.selective_option,
+        float8=config.float8.enable,
         dtype=config.training.dtype,
         loss=config.compile.loss,
         backend=config.compile.backend,
-        torch=parse_version(version("torch")),
-        device="cuda" if device == "cuda" else "cpu",
+        torch=torch,
+        device="cuda" if capability else "cpu",
         capability=capability,
         cxx_compiler=hardware.has_cxx_compiler(),
     )
 
 
-def _gpu(name: str) -> hardware.Gpu | None:
+def planned_gpu(name: str) -> hardware.Gpu | None:
     if name in ("auto", "cpu"):
         return None
     gpu = hardware.known(name)

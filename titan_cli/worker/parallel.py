@@ -24,9 +24,10 @@ from torch.utils.checkpoint import checkpoint
 
 from titan_cli.config.derive import Resolved
 from titan_cli.models.common.init import draw
-from titan_cli.plan.names import lookup
+from titan_cli.plan.names import lookup, matches
 from titan_cli.plan.planner import Plan
 from titan_cli.worker import private
+from titan_cli.worker.health import CompileWatch
 
 
 def build_mesh(world: Resolved, device: str) -> DeviceMesh:
@@ -36,42 +37,57 @@ def build_mesh(world: Resolved, device: str) -> DeviceMesh:
     )
 
 
-def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Plan, tp_plan: Mapping[str, str]) -> None:
-    """Change a meta-device model in place so that it trains on `mesh`. Names of parameters and modules do not change."""
+def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Plan, tp_plan: Mapping[str, str]) -> CompileWatch:
+    """Change a meta-device model in place so that it trains on `mesh`. Names of parameters and modules do not change.
+
+    Returns what watches the compiler, to be asked after the first step.
+    """
+    watch = CompileWatch(plan.backend)
+    for name, value in plan.settings.items():
+        private.apply_setting(name, value)
     # First, because it replaces parameters by DTensors, which everything after it must see.
     if mesh["tp"].size() > 1:
         apply_tensor_parallel(model, mesh["tp"], tp_plan)
     # A cure is a hook on an eager module, so it comes after tensor parallel's own hooks, which it waits for.
     for cure in plan.cures:
         CURES[cure["what"]](model)
-    # Each block's forward, from the inside out. FSDP's hooks run in Module.__call__, outside of this onion, which is
-    # what keeps the graphs whole.
-    for block in blocks(model):
-        block.forward = wrap(block.forward, plan)
+    # Around forwards, from the inside out. FSDP's hooks run in Module.__call__, outside of this onion, which is what keeps
+    # the graphs whole.
+    onion = (checkpoint_blocks, compile_modules)
+    for layer in onion if plan.ac == "inside" else reversed(onion):
+        layer(model, plan, watch)
+    for name, block in named_blocks(model) if plan.strategy != "whole" else ():  # a whole-model graph would trace it
+        block.forward = watch.track(name, str(block.kind), block.forward)
     # Last: it moves parameters into sharded storage and must see the final ones.
     apply_fsdp(model, mesh["dp_replicate", "dp_shard"], plan.dtype)
+    return watch
 
 
-def blocks(model: nn.Module) -> list[nn.Module]:
-    """The transformer blocks that this rank holds, first to last."""
-    layers = model.get_submodule("layers")
-    return list(layers.children())
+def named_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The transformer blocks that this rank holds, first to last, with their names."""
+    return [(f"layers.{name}", block) for name, block in model.get_submodule("layers").named_children()]
 
 
-def wrap(forward: Callable, plan: Plan) -> Callable:
-    """`forward` with activation checkpointing and compile around it, in the plan's order.
+def checkpoint_blocks(model: nn.Module, plan: Plan, watch: CompileWatch) -> None:
+    """Keep only the inputs of each block, and run its forward again in backward."""
+    if plan.ac_mode == "full":
+        for _, block in named_blocks(model):
+            block.forward = checkpointed(block.forward)
 
-    Wrapping the bound method instead of the module keeps every parameter's name; a closure and not functools.partial,
-    which Dynamo does not look into ("found no compiled frames").
+
+def compile_modules(model: nn.Module, plan: Plan, watch: CompileWatch) -> None:
+    """Compile what the plan's wraps name, in place.
+
+    Wrapping the bound method instead of the module keeps every name. (A closure around it, never functools.partial, which
+    Dynamo does not look into: "found no compiled frames".)
     """
-    inside = plan.ac == "inside"
-    if plan.ac_mode == "full" and inside:
-        forward = checkpointed(forward)
-    for compiled in plan.wraps:
-        forward = torch.compile(forward, backend=plan.backend, fullgraph=compiled["fullgraph"])
-    if plan.ac_mode == "full" and not inside:
-        forward = checkpointed(forward)
-    return forward
+    kinds = {name: block.kind for name, block in named_blocks(model)}
+    for name, module in model.named_modules():
+        kind = kinds.get(".".join(name.split(".")[:2]))  # None outside of the blocks
+        for wrap in plan.wraps:
+            if matches(name, wrap["target"]) and kind in (None, wrap["kind"]):
+                module.forward = torch.compile(module.forward, backend=watch.backend, fullgraph=wrap["fullgraph"])
+                break
 
 
 def checkpointed(forward: Callable) -> Callable:
@@ -151,7 +167,7 @@ def apply_fsdp(model: nn.Module, mesh: DeviceMesh, dtype: str) -> None:
     # Inputs are not cast: tokens need none, h has the compute type already, and bfloat16 rotary tables would blur positions.
     policy = MixedPrecisionPolicy(getattr(torch, dtype), reduce_dtype=master_dtype(dtype), cast_forward_inputs=False)
     shard = partial(fully_shard, mesh=mesh if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"], mp_policy=policy)
-    for block in blocks(model):
+    for _, block in named_blocks(model):
         shard(block)
     if "output.weight" in dict(model.named_parameters()):  # a tied head needs the embedding: both stay in the root unit
         shard(model.get_submodule("tok_embeddings"))

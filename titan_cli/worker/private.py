@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
+from importlib import import_module
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,3 +32,39 @@ def set_collective_timeout(seconds: float) -> None:
     """Change the timeout of every process group's collectives. Compiling needs a longer one than training."""
     for group in dist.distributed_c10d._pg_map:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def backend(name: str) -> Callable[..., Any]:
+    """torch.compile's backend of that name as a callable."""
+    from torch._dynamo.backends.registry import lookup_backend
+
+    return lookup_backend(name)
+
+
+def graph_breaks() -> list[str]:
+    """Reasons of the graph breaks of this process so far, one for each break, first line only."""
+    from torch._dynamo.utils import counters
+
+    return [reason.strip().splitlines()[0] for reason, count in counters["graph_break"].items() for _ in range(count)]
+
+
+def recompile_reasons() -> list[str]:
+    """Why code was compiled again, oldest first: the guard that failed."""
+    from torch._dynamo.utils import get_compilation_metrics
+
+    found = [metrics.recompile_reason for metrics in get_compilation_metrics() if metrics.recompile_reason]
+    return [reason.strip().splitlines()[-1] for reason in found]
+
+
+def apply_setting(name: str, value: object) -> None:
+    """Set torch.a.b.c to a value; if it is a function (a setter without a name in a config), call it with the value."""
+    path, _, last = name.rpartition(".")
+    owner: Any = torch
+    for depth, part in enumerate(path.split(".")[1:], start=2):
+        if not hasattr(owner, part):
+            import_module(".".join(path.split(".")[:depth]))
+        owner = getattr(owner, part)
+    if callable(getattr(owner, last)):
+        getattr(owner, last)(value)
+    else:
+        setattr(owner, last, value)

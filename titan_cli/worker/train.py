@@ -8,8 +8,9 @@ import resource
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from titan_cli.config.derive import Resolved, model_config, resolve
 from titan_cli.config.layers import load
 from titan_cli.config.schema import Config
 from titan_cli.errors import ExitCode, TitanError
+from titan_cli.models.llama3.config import Llama3Config
 from titan_cli.models.llama3.model import Llama3
 from titan_cli.models.llama3.tp_plan import TP_PLAN
 from titan_cli.plan.facts import parse_version
@@ -32,12 +34,14 @@ from titan_cli.runs.folder import RunFolder, committed_steps
 from titan_cli.tokenizer.tokenizer import load as load_tokenizer
 from titan_cli.worker import checkpoint, optim, private
 from titan_cli.worker.data import Batch, Data, build_data
+from titan_cli.worker.health import CompileWatch, audit_gradients, check_compile, compare_with_eager
 from titan_cli.worker.parallel import build_mesh, master_dtype, materialize, parallelize
 from titan_cli.worker.report import Reporter
 from titan_cli.worker.stop import StopRequest
 
 # The first steps of an attempt still pay for caches, allocators and clocks; tok/s leaves them out.
 UNTIMED_STEPS = 2
+CHECKED_TOKENS = 512
 
 
 def train(run: RunFolder, report: Reporter, stop: StopRequest) -> ExitCode:
@@ -51,6 +55,8 @@ def train(run: RunFolder, report: Reporter, stop: StopRequest) -> ExitCode:
     trainer = build(config, plan, world, device, run)
     report.phase("compiling", plan.sentence())
     begin = time.perf_counter()
+    if config.compile.check_gradients:
+        trainer.check_gradients(report)
     trainer.warm_up()
     dist.barrier()
     report.event("phase", "warm-up finished", seconds=round(time.perf_counter() - begin, 2))
@@ -106,8 +112,11 @@ def set_up_device(plan: Plan, config: Config) -> torch.device:
 
 def build_model(config: Config, seq_len: int) -> tuple[Llama3, Mapping[str, str]]:
     """The model on the meta device, and where tensor parallelism cuts it."""
+    dimensions = model_config(config)
+    if not isinstance(dimensions, Llama3Config):
+        raise AssertionError(f"{config.model.family} is refused before launch (config.derive.not_trained_yet)")
     with torch.device("meta"):
-        model = Llama3(model_config(config), seq_len).to(master_dtype(config.training.dtype))
+        model = Llama3(dimensions, seq_len).to(master_dtype(config.training.dtype))
     return model, TP_PLAN
 
 
@@ -115,13 +124,13 @@ def build(config: Config, plan: Plan, world: Resolved, device: torch.device, run
     """Model, optimizer and data, continued from the last commit of the run (or of the run it was forked from)."""
     mesh = build_mesh(world, device.type)
     model, tp_plan = build_model(config, config.training.seq_len)
-    parallelize(model, mesh, plan, tp_plan)
+    watch = parallelize(model, mesh, plan, tp_plan)
     materialize(model, device, config.training.seed)
     optimizer = optim.build_optimizer(model, config.optimizer)
     dp_rank = dist.get_rank() // world.tp
     data = build_data(config, dp_rank, world.dp, load_tokenizer(config.tokenizer.name, config.tokenizer.path))
     check_same_data(data.fingerprint)
-    trainer = Trainer(config, plan, world, device, model, optimizer, data)
+    trainer = Trainer(config, plan, world, device, model, optimizer, data, watch)
     if start := starting_point(run):
         saved = checkpoint.load(start, model, optimizer)
         if start.parent == run.checkpoints and saved["data"] != data.fingerprint:
@@ -164,19 +173,29 @@ LossSum = Callable[[Tensor, Tensor], Tensor]
 
 
 def train_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, loss_sum: LossSum, batches: list[Batch], tokens: int, max_norm: float
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss_sum: LossSum,
+    batches: list[Batch],
+    tokens: int,
+    max_norm: float,
+    inspect: Callable[[], None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One optimizer step over this rank's micro-batches. Returns (loss, gradient norm), each () on the device.
 
     `tokens` counts the whole step's labels over all ranks: each micro-batch's summed loss is divided by it and FSDP sums
     gradients over ranks, so the step is the mean over tokens for any split into ranks and micro-batches. The returned
-    loss is this rank's share of that mean. Raises TitanError, with nothing updated, when the norm is NaN or infinite.
+    loss is this rank's share of that mean. `inspect` is called when all gradients are there.
+
+    Raises TitanError, with nothing updated, when the norm is NaN or infinite.
     """
     loss = torch.zeros((), dtype=torch.float64)
     for inputs, labels in batches:
         part = loss_sum(model(inputs), labels) / tokens
         part.backward()
         loss = loss.to(part.device) + part.detach()
+    if inspect:
+        inspect()
     norm = optim.clip_gradients(model, max_norm)
     if not torch.isfinite(norm):  # waits for the device; the same answer on every rank
         raise TitanError(
@@ -210,13 +229,15 @@ class Trainer:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     data: Data
+    watch: CompileWatch
     step: int = 0
     last_saved: int = 0
+    graphs: int = 0  # made up to the last step
 
     def __post_init__(self) -> None:
         self.loss_sum = cross_entropy_sum
         if self.plan.loss:
-            self.loss_sum = torch.compile(cross_entropy_sum, backend=self.plan.backend, fullgraph=True)
+            self.loss_sum = torch.compile(cross_entropy_sum, backend=self.watch.backend, fullgraph=True)
         self.tokens_per_step = self.world.global_batch_size * self.config.training.seq_len
 
     def warm_up(self) -> None:
@@ -245,11 +266,21 @@ class Trainer:
             rate = optim.learning_rate(self.step + 1, steps, self.config.optimizer.lr, self.config.lr_schedule)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
+            first = self.step == begun_at
+            self.watch.calls.clear()
             loss, norm = train_step(
-                self.model, self.optimizer, self.loss_sum, batches, self.tokens_per_step, self.config.training.max_norm
+                self.model,
+                self.optimizer,
+                self.loss_sum,
+                batches,
+                self.tokens_per_step,
+                self.config.training.max_norm,
+                partial(self.inspect, report) if first else None,
             )
             self.step += 1
             report.step = self.step
+            if not first:
+                self.report_recompiles(report)
             window.step_s.append(time.perf_counter() - begin)
             if self.step > begun_at + UNTIMED_STEPS:
                 window.timed_s.append(window.step_s[-1])
@@ -273,6 +304,48 @@ class Trainer:
             return ExitCode.DONE
         report.event("signal", f"asked to stop, ended after step {self.step}", signal=asked)
         return ExitCode.STOPPED
+
+    def inspect(self, report: Reporter) -> None:
+        """Compile health and the gradient audit, in the attempt's first step, before anything is updated with it."""
+        health = check_compile(self.watch, self.plan, evaluated=bool(self.config.metrics.eval_every))
+        audit = audit_gradients(self.model)
+        self.graphs = len(self.watch.graphs)
+        report.event("compile_health", health.sentence(), "warn" if health.faults else "info", **asdict(health))
+        report.event("gradient_audit", audit.sentence(), "warn" if audit.faults else "info", **asdict(audit))
+        self.alert([*health.faults, *audit.faults], report)
+
+    def alert(self, faults: list[str], report: Reporter) -> None:
+        """Alerts that stay; with compile.strict the run stops (the same on every rank that sees the fault)."""
+        for fault in faults:
+            report.event("alert", fault, "alert")
+        if faults and self.config.compile.strict:
+            more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+            hint = "nothing was updated with this step; compile.strict=false trains on with a warning\n"
+            hint += "compile.strategy=off trains eager"
+            raise TitanError(f"compile.strict: {faults[0]}{more}", hint, ExitCode.COMPILE_HEALTH)
+
+    def report_recompiles(self, report: Reporter) -> None:
+        """A graph that is made after the first step costs seconds and means that something changed: say what."""
+        made = self.watch.graphs[self.graphs :]
+        self.graphs = len(self.watch.graphs)
+        if made:
+            where = ", ".join(sorted({graph.block or "the loss" for graph in made}))
+            cause = (private.recompile_reasons() or ["unknown"])[-1]
+            self.alert([f"recompiled {where}: {cause}"], report)
+
+    def check_gradients(self, report: Reporter) -> None:
+        """Compare every gradient of the first micro-batch, cut to CHECKED_TOKENS, with eager ones, on the real devices."""
+        inputs, labels = (t[:, :CHECKED_TOKENS].to(self.device) for t in self.data.micro_batches(self.step + 1)[0])
+        differences = compare_with_eager(self.model, lambda: self.loss_sum(self.model(inputs), labels).backward())
+        limit = {"bfloat16": 2e-2, "float32": 1e-4, "float64": 1e-9}[self.config.training.dtype]
+        worst = max(differences, key=differences.__getitem__)
+        wrong = {name: d for name, d in differences.items() if not d <= limit}
+        text = f"{len(differences) - len(wrong)}/{len(differences)} compiled gradients equal eager ones"
+        text += f" (largest difference {differences[worst]:.1e}, {worst})"
+        report.event("gradient_audit", text, "warn" if wrong else "info")
+        self.alert([f"the compiled gradient of {name} differs from eager by {d:.1e}" for name, d in wrong.items()], report)
+        torch._dynamo.reset()  # the cut shape's graphs must not count, nor make the real shape dynamic
+        self.watch.graphs.clear()
 
     def evaluate(self) -> float:
         """Mean loss over the held-out sequences of all ranks, in nats a token."""
