@@ -83,7 +83,7 @@ def test_another_device_and_another_torch(capsys: pytest.CaptureFixture[str]) ->
     assert code == 0
     assert "A100-80" in out.splitlines()[0]
     assert "FSDP(compile(AC(TransformerBlock)))" in out
-    code, out, err = run(["--preset", "llama3-8b-2d", "--torch", "2.15.1"], capsys)
+    code, out, _ = run(["--preset", "llama3-8b-2d", "--torch", "2.15.1"], capsys)
     assert code == 0
     assert "not checked on this version" in out
 

@@ -71,10 +71,8 @@ def tree(target: Target) -> list[str]:
             continue
         names = f"layers.{first}" + (f" .. {first + count - 1}" if count > 1 else "")
         first += count
-        what = "whole blocks" if not target.facts.ac_by_op else "by operator"
-        if plan.ac_mode == "selective" and not target.facts.ac_by_op:
-            what = f"every {plan.ac_option}nd block"
-        ac = f", {plan.ac_mode} AC ({what})" if plan.ac_mode != "none" else ""
+        by = {"op": "by operator", "2": "every 2nd block"}.get(plan.ac_option, "")
+        ac = f", {plan.ac_mode} AC{' ' + by if by else ''}" if plan.ac_mode != "none" else ""
         core = onion("TransformerBlock", plan.strategy == "block", plan.ac_mode != "none", plan.ac)
         parts.append((names, core, f"{count} {kind}{ac}"))
         if plan.strategy in ("submodule", "norm"):
