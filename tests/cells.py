@@ -57,19 +57,23 @@ def train_cell(overrides: Sequence[str], data: Path, steps: int, cures: bool = T
     trainer = train.build(target.config, plan, target.world, torch.device("cpu"), RunFolder(data / "no-run"))
     gradients: dict[str, Any] = {}
 
-    def keep(*_: Any) -> None:
+    def keep() -> None:
         for name, parameter in trainer.model.named_parameters():
             assert parameter.grad is not None, name
             gradients[name] = whole(parameter.grad)
 
-    clip = optim.clip_gradients
     losses, norms = [], []
     for step in range(1, steps + 1):
         for group in trainer.optimizer.param_groups:
             group["lr"] = optim.learning_rate(step, steps, 1e-3, target.config.lr_schedule)
-        optim.clip_gradients = (lambda *a: (keep(), clip(*a))[1]) if step == 1 else clip  # type: ignore[assignment]
         loss, norm = train.train_step(
-            trainer.model, trainer.optimizer, trainer.loss_sum, trainer.data.micro_batches(step), trainer.tokens_per_step, 1.0
+            trainer.model,
+            trainer.optimizer,
+            trainer.loss_sum,
+            trainer.data.micro_batches(step),
+            trainer.tokens_per_step,
+            max_norm=1.0,
+            inspect=keep if step == 1 else None,
         )
         everywhere = loss.clone()
         dist.all_reduce(everywhere)
