@@ -9,6 +9,7 @@ Exit 0 if every loss is bit-equal and every death was reported as one (exit 14).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import signal
@@ -61,8 +62,11 @@ def kill_once(command: list[str], run: RunFolder, chance: random.Random) -> str:
         while len(records.read(run.metrics)) == before and launcher.poll() is None:
             time.sleep(0.02)
         time.sleep(chance.uniform(0, 1))
-    os.kill(chance.choice(pids), signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):  # it ended by itself meanwhile
+        os.kill(chance.choice(pids), signal.SIGKILL)
     code = launcher.wait()
+    if code == ExitCode.DONE:
+        return "the run was done before"
     assert code == ExitCode.WORKER_KILLED, f"exit {code} instead of {ExitCode.WORKER_KILLED}"
     torn = sum(1 for path in run.checkpoints.glob("step-*")) - len(committed_steps(run))
     step = max((record["step"] for record in records.read(run.metrics)), default=0)

@@ -10,7 +10,10 @@ assert main(["--help"]) == 0
 assert not {"titan_cli.config.schema", "rich.console"} & set(sys.modules), "--help imports what it does not need"
 for argv in (["presets", "ls"], ["presets", "show", "debug"], ["presets", "diff", "debug", "llama3-1b"], ["options"]):
     assert main(argv) == 0, argv
-heavy = {"torch", "datasets", "tiktoken", "tokenizers", "transformers", "numpy", "titan_cli.worker"} & set(sys.modules)
+dry = ["train", "--preset", "llama3-debug-2d", "--dry-run"]
+for argv in (["explain-compile"], ["explain-compile", "--preset", "llama3-8b-2d"], ["explain-compile", "--rules"], dry):
+    assert main(argv) == 0, argv
+heavy = {"torch", "datasets", "tiktoken", "tokenizers", "transformers", "numpy"} & set(sys.modules) | {m for m in sys.modules if "titan_cli.worker" in m}
 assert not heavy, heavy
 """
 

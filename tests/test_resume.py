@@ -110,7 +110,7 @@ def test_a_checkpoint_continues_under_another_layout(tmp_path: Path) -> None:
 def test_workers_killed_at_random_moments_lose_nothing() -> None:
     script = Path(__file__).parent.parent / "benchmarks" / "crash_test.py"
     done = subprocess.run(
-        [sys.executable, script, "--kills", "3", "--steps", "60"], capture_output=True, text=True, check=False
+        [sys.executable, script, "--kills", "3", "--steps", "200"], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 losses differ" in done.stdout

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from tests.cells import corpus
 from titan_cli.cli import main
@@ -83,7 +84,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[i
         (["--preset", "llama3-debug", "tokenizer.path=/nowhere/t.model"], 3, "No such file"),
         (["--preset", "llama3-debug", "model.vocab_size=512"], 3, "model.vocab_size=4096"),
         (["--preset", "llama3-debug", "parallelism.cp=2"], 3, "can be planned, not trained yet"),
-        (["--preset", "llama3-debug", "compile.strategy=whole"], 3, "block, off"),
+        (["--preset", "llama3-debug", "compile.strategy=whole"], 3, "compile.strategy=block"),
         (["--preset", "llama3-debug", "launch.nodes=2", "parallelism.dp_shard=2"], 3, "one machine"),
         (["--preset", "llama3-debug", "--fork", "nothing"], 3, "nothing"),
         (["--preset", "llama3-debug", "--", "--nproc-per-node=2"], 2, "launch.gpus_per_node"),
@@ -195,9 +196,28 @@ def test_a_run_leaves_the_folder_that_the_contract_names(runs: Path, text: Path)
     code, err = titan(line(runs, text, "checkpoint.interval=8", "optimizer.lr=0.5"))
     assert code == ExitCode.USAGE
     assert "optimizer.lr: 0.001 in the run, 0.5 now" in err
-    code, err = titan([*line(runs, text, "optimizer.lr=0.5", "training.steps=23"), "--run", "child", "--fork", "r@22"])
+    code, err = titan(["train", "--run", "r", f"launch.runs_dir={runs}", "training.steps=24", "training.seed=9"])
+    assert code == ExitCode.USAGE
+    assert "training.seed: 0 in the run, 9 now" in err
+    words = [
+        *line(runs, text, "optimizer.lr=0.5", "optimizer.beta2=0.5", "training.steps=23"),
+        "--run",
+        "child",
+        "--fork",
+        "r@22",
+    ]
+    code, err = titan(words)
     assert code == ExitCode.DONE, err
-    assert [m["step"] for m in records.read(RunFolder(runs / "child").metrics)] == [23]
+    child = RunFolder(runs / "child")
+    assert [m["step"] for m in records.read(child.metrics)] == [23]
+    # The checkpoint's optimizer came along, but not the values that this run sets.
+    import torch.distributed.checkpoint.format_utils as dcp
+
+    dcp.dcp_to_torch_save(child.checkpoint(23), runs / "child.pt")
+    groups = torch.load(runs / "child.pt", weights_only=False)["optimizer"]["param_groups"]
+    assert {tuple(group["betas"]) for group in groups} == {(0.9, 0.5)}
+    assert titan(words)[0] == ExitCode.DONE, "the same line, also when the parent's checkpoint is gone"
+    assert titan([*words[:-1], "r@20"])[0] == ExitCode.USAGE
 
 
 def test_ten_thousand_lines_of_a_worker_stay_in_its_log(runs: Path, text: Path, tmp_path: Path) -> None:
@@ -231,6 +251,7 @@ def test_a_signal_saves_and_stops(number: signal.Signals, code: int, runs: Path,
 def test_a_signal_before_step_one_has_nothing_to_save(runs: Path, text: Path) -> None:
     process = start(line(runs, text))
     while not (runs / "r" / "status.json").is_file():
+        assert process.poll() is None, finish(process)
         time.sleep(0.05)
     process.terminate()
     code, err = finish(process)
@@ -251,8 +272,65 @@ def test_a_second_signal_stops_at_once(runs: Path, text: Path) -> None:
     assert process.poll() is None, "the first signal lets the step finish"
     process.send_signal(signal.SIGTERM)
     code, err = finish(process)
-    assert code == ExitCode.STOPPED, "no step was finished, so none is lost"
+    assert code == ExitCode.STOPPED_WITH_LOSS, err
     assert "second signal" in err
+
+
+def test_torchrun_told_to_stop_saves_and_stops(runs: Path, text: Path) -> None:
+    """As a scheduler does that signals every process of a job."""
+    run = RunFolder(runs / "r")
+    process = start(line(runs, text, "training.steps=100000"))
+    wait_for_step(run, 3, process)
+    (torchrun,) = psutil.Process(process.pid).children()
+    torchrun.terminate()
+    code, err = finish(process)
+    assert code == ExitCode.STOPPED, err
+    assert committed_steps(run)
+
+
+def test_a_killed_launcher_leaves_a_run_that_continues(runs: Path, text: Path) -> None:
+    run = RunFolder(runs / "r")
+    words = line(runs, text, "parallelism.dp_shard=2")
+    process = start([*words, "training.steps=100000"])
+    wait_for_step(run, 3, process)
+    process.kill()
+    finish(process)
+    # At once: it waits for the workers, which save and end.
+    code, err = titan([*words, "training.steps=100000", "--dry-run"])
+    assert code == ExitCode.DONE, err
+    code, err = titan([*words, "training.steps=20"])
+    assert code == ExitCode.DONE, err
+    steps = [m["step"] for m in records.read(run.metrics)]
+    assert steps == sorted(set(steps)), "no step was trained twice"
+
+
+def test_without_a_last_checkpoint_a_stop_is_a_loss(runs: Path, text: Path) -> None:
+    process = start(line(runs, text, "training.steps=100000", "checkpoint.at_end=false"))
+    wait_for_step(RunFolder(runs / "r"), 3, process)
+    process.terminate()
+    code, err = finish(process)
+    assert code == ExitCode.STOPPED_WITH_LOSS, err
+    assert "checkpoint.at_end=false" in err
+
+
+def test_a_rank_that_does_not_join_a_collective_is_named(runs: Path, text: Path) -> None:
+    run = RunFolder(runs / "r")
+    process = start(line(runs, text, "parallelism.dp_shard=2", "training.steps=100000", "launch.timeout_s=3"))
+    wait_for_step(run, 3, process)
+    pid = next(e["data"]["pid"] for e in records.read(run.attempt(1).rank_events(1)) if "pid" in e["data"])
+    os.kill(pid, signal.SIGSTOP)
+    code, err = finish(process)
+    assert code == ExitCode.HANG, err
+    assert "ranks [1] did not join" in err
+
+
+def test_a_torch_that_cannot_be_imported_is_said(runs: Path, text: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "sitecustomize.py").write_text("import os, sys\nif 'RANK' in os.environ:\n    sys.modules['torch'] = None\n")
+    code, err = titan(line(runs, text), PYTHONPATH=str(broken))
+    assert code == ExitCode.WORKER_EXCEPTION, err
+    assert "ModuleNotFoundError" in err
 
 
 def test_a_closed_terminal_loses_nothing(runs: Path, text: Path) -> None:
@@ -305,10 +383,13 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(runs: Path, text: Pat
     code, err = titan(line(runs, text, "optimizer.lr=1e30", "checkpoint.interval=1"))
     assert code == ExitCode.NOT_FINITE, err
     assert "optimizer.lr too high" in err
+    assert "step: 2, running" in err
+    null = records.read(run.metrics)[-1]
+    assert (null["step"], null["loss"]) == (2, None)
     assert records.read_json(run.status)["state"] == "failed"
 
 
-def test_compiling_for_too_long_is_a_hang(runs: Path, text: Path) -> None:
+def test_not_reaching_step_one_in_time_is_a_hang(runs: Path, text: Path) -> None:
     code, err = titan(line(runs, text, "compile.warmup_timeout_s=0.5"))
     assert code == ExitCode.HANG, err
     assert "compile.warmup_timeout_s" in err

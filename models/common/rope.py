@@ -8,11 +8,13 @@ Cosines and sines are two real tables, because inductor generates no code for co
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from titan_cli.models.llama3.config import RopeScaling
+if TYPE_CHECKING:
+    from titan_cli.models.llama3.config import RopeScaling
 
 
 def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> Tensor:

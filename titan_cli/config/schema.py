@@ -211,7 +211,6 @@ class Launch(Section):
     )
     runs_dir: str = Field("runs", description="folder that holds one folder for each run")
     timeout_s: float = Field(600.0, gt=0, description="longest time for one collective after warm-up, seconds")
-    rendezvous: str = Field("", description="host:port of node 0; needed with more than one machine")
 
 
 class Config(Section):

@@ -125,7 +125,7 @@ def torchrun_arguments(arguments: Sequence[str]) -> None:
     options = dict(word.partition("=")[::2] for word in words)
     options |= {name: value for name, value in pairwise(words) if name.startswith("--") and "=" not in name}
     for name, key in _OURS.items():
-        if name in options:
+        if any(name.startswith(word) and len(word) > 3 for word in options):  # torchrun takes abbreviations
             raise TitanError(
                 f"{name} is titan's own to set", f"set {key}=N" if key else "restarts are titan's: repeat the line"
             )

@@ -18,10 +18,10 @@ from typing import Any, Protocol
 import psutil
 
 from titan_cli.errors import ExitCode
+from titan_cli.orphans import end_with_parent
 from titan_cli.runs import records
 from titan_cli.runs.folder import Attempt, RunFolder
 from titan_cli.runs.records import Tail
-from titan_cli.worker.stop import end_with_parent
 
 POLL_S = 0.1
 HEARTBEAT_S = 5.0
@@ -81,9 +81,10 @@ class Watcher:
         self.log = LogTail(attempt.rank_log(0))
         self.workers: dict[int, psutil.Process] = {}
         self.told: set[int] = set()
-        self.phases: dict[int, tuple[str, float]] = {}
+        self.phases = dict.fromkeys(range(ranks), "starting")
         self.exits: dict[int, int] = {}
-        self.step = self.saved_step = saved_step
+        self.step = self.saved_step = saved_step  # the last that is known to be finished, and committed
+        self.begun = time.time()
 
     def read(self) -> None:
         """Take in what the ranks wrote since the last call and show it."""
@@ -100,11 +101,10 @@ class Watcher:
         if "pid" in event["data"]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 self.workers[rank] = psutil.Process(event["data"]["pid"])
-        if event["phase"] and event["phase"] != self.phases.get(rank, ("", 0.0))[0]:
-            self.phases[rank] = (event["phase"], event["time"])
-        self.step = max(self.step, event["step"] or 0)
+        self.phases[rank] = event["phase"] or self.phases[rank]
         if event["kind"] == "checkpoint" and rank == 0:
-            self.saved_step = event["step"]
+            self.saved_step = event["data"]["step"]
+            self.step = max(self.step, self.saved_step)
         if event["kind"] == "exit":
             self.exits[rank] = event["data"]["code"]
         if event["kind"] in ("phase", "alert", "signal") and (rank == 0 or event["level"] != "info"):
@@ -119,9 +119,9 @@ class Watcher:
                     worker.terminate()
 
     def late(self, warmup_timeout_s: float, now: float) -> list[int]:
-        """Ranks that have been building or compiling for longer than they may."""
+        """Ranks that are not training although the attempt began longer ago than warming up may take."""
         slow = ("starting", "building", "compiling")
-        return [r for r, (phase, since) in sorted(self.phases.items()) if phase in slow and now - since > warmup_timeout_s]
+        return [r for r, phase in self.phases.items() if phase in slow] if now - self.begun > warmup_timeout_s else []
 
 
 class LogTail:
@@ -166,7 +166,7 @@ def run_attempt(
             stdout=log,
             stderr=log,
             start_new_session=True,
-            preexec_fn=end_with_parent,
+            preexec_fn=partial(end_with_parent, os.getpid()),
         )
     told, told_at = "", 0.0
     try:
@@ -179,7 +179,7 @@ def run_attempt(
                 forced = partial(_second_signal, watcher, signals)
             elif late := watcher.late(warmup_timeout_s, now):
                 forced = partial(_hang, watcher, late, warmup_timeout_s)
-            state = "stopping" if signals.received else watcher.phases.get(0, ("starting", 0.0))[0]
+            state = "stopping" if signals.received else watcher.phases[0]
             if state != told or now - told_at > HEARTBEAT_S:
                 told, told_at = state, now
                 heartbeat(state)
@@ -188,6 +188,11 @@ def run_attempt(
         if forced is None and child.returncode:
             # Workers of a torchrun that was killed were told to stop by Linux; give them the time to save.
             psutil.wait_procs(list(watcher.workers.values()), timeout=ORPHANS_S)
+    except BaseException:
+        # A full disk, or our own mistake: no reason to lose what the workers have trained.
+        watcher.ask_to_stop()
+        psutil.wait_procs(list(watcher.workers.values()), timeout=ORPHANS_S)
+        raise
     finally:
         kill(child, watcher.workers.values())
     watcher.read()
@@ -197,8 +202,9 @@ def run_attempt(
 def kill(child: subprocess.Popen[bytes], workers: Iterable[psutil.Process]) -> None:
     """End the child, the workers and all that they started (compilers, data readers); those that have ended are left alone."""
     processes = [*workers]
-    with contextlib.suppress(psutil.NoSuchProcess):
-        processes.append(psutil.Process(child.pid))
+    if child.poll() is None:  # once it has been waited for, its number may be another process's
+        with contextlib.suppress(psutil.NoSuchProcess):
+            processes.append(psutil.Process(child.pid))
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             for one in [process, *process.children(recursive=True)]:
@@ -208,16 +214,17 @@ def kill(child: subprocess.Popen[bytes], workers: Iterable[psutil.Process]) -> N
 
 
 def _second_signal(watcher: Watcher, signals: Signals) -> Ending:
-    lost = watcher.step - watcher.saved_step
+    # While it trains, steps end that nobody has told us of yet.
+    lost = watcher.step > watcher.saved_step or watcher.phases[0] == "running"
     interrupted = signals.received[0] == signal.SIGINT
     code = ExitCode.INTERRUPTED if interrupted else ExitCode.STOPPED_WITH_LOSS if lost else ExitCode.STOPPED
-    what = f"the steps since step {watcher.saved_step} are lost" if lost else f"step {watcher.saved_step} is saved"
+    what = f"what followed step {watcher.saved_step} is lost" if lost else f"step {watcher.saved_step} is saved"
     return Ending(code, f"stopped at once by a second signal; {what}; repeat the line to continue", step=watcher.step)
 
 
 def _hang(watcher: Watcher, late: list[int], warmup_timeout_s: float) -> Ending:
     rank = late[0]
-    phase = watcher.phases[rank][0]
+    phase = watcher.phases[rank]
     return Ending(
         ExitCode.HANG,
         f"ranks {late[:8]} are {phase} for more than compile.warmup_timeout_s = {warmup_timeout_s:g} s",
@@ -232,10 +239,15 @@ def _hang(watcher: Watcher, late: list[int], warmup_timeout_s: float) -> Ending:
 def _ending(watcher: Watcher, returncode: int, signals: Signals) -> Ending:
     """What the folder says happened. Error files name causes; torchrun's own status only says that something failed."""
     log = watcher.attempt.torchrun_log.read_text(errors="replace")
+    if len(watcher.exits) == watcher.ranks:  # whatever torchrun says: it may have been told to stop, too
+        return _ended_well(watcher, signals)
     errors = [e for rank in range(watcher.ranks) if (e := records.read_json(watcher.attempt.rank_error(rank)))]
     causes = sorted((e for e in errors if not e["peer"]), key=lambda e: e["time"])
     if causes:
         return _from_error(watcher, causes[0])
+    if stuck := _stuck(watcher, errors):
+        ending = _at_rank(watcher, stuck[0], ExitCode.HANG, f"ranks {stuck[:8]} did not join a collective in launch.timeout_s")
+        return replace(ending, hint="look at the rank's log and its process for what it waits for, or raise launch.timeout_s")
     if killed := _killed_rank(log):
         rank, number = killed
         name = signal.Signals(number).name
@@ -245,17 +257,31 @@ def _ending(watcher: Watcher, returncode: int, signals: Signals) -> Ending:
         )
     if errors:
         return _from_error(watcher, min(errors, key=lambda e: e["time"]))
-    if returncode == 0 and 0 in watcher.exits:
-        if watcher.exits[0] == ExitCode.DONE:
-            return Ending(ExitCode.DONE, f"done at step {watcher.step}")
-        interrupted = signals.received[:1] == [signal.SIGINT]
-        code = ExitCode.INTERRUPTED if interrupted else ExitCode(watcher.exits[0])
-        what = f"step {watcher.saved_step} is saved" if watcher.saved_step else "nothing new to save"
-        return Ending(code, f"stopped, {what}; repeat the line to continue", step=watcher.step)
     if signals.received and not watcher.workers:
         code = ExitCode.INTERRUPTED if signals.received[0] == signal.SIGINT else ExitCode.STOPPED
         return Ending(code, "stopped before the workers had started; nothing to save")
     return _torchrun_failed(watcher, log, returncode)
+
+
+def _ended_well(watcher: Watcher, signals: Signals) -> Ending:
+    """All ranks said that they are done, or that they stopped because they were asked to."""
+    code = ExitCode(max(watcher.exits.values()))
+    if code == ExitCode.DONE:
+        return Ending(code, f"done at step {watcher.step}", step=watcher.step)
+    what = f"step {watcher.saved_step} is saved" if watcher.saved_step else "nothing new to save"
+    if code == ExitCode.STOPPED_WITH_LOSS:
+        what = f"what followed step {watcher.saved_step} is lost (checkpoint.at_end=false)"
+    if signals.received[:1] == [signal.SIGINT]:
+        code = ExitCode.INTERRUPTED
+    return Ending(code, f"stopped, {what}; repeat the line to continue", step=watcher.step)
+
+
+def _stuck(watcher: Watcher, errors: list[dict[str, Any]]) -> list[int]:
+    """Ranks that wrote no error while all others gave up waiting for a collective; [] if that is not what happened."""
+    if not errors or not all(e["peer"] for e in errors) or not any(e["exit"] == ExitCode.HANG for e in errors):
+        return []
+    failed = {e["rank"] for e in errors}
+    return [rank for rank in range(watcher.ranks) if rank not in failed] or [errors[0]["rank"]]
 
 
 def _from_error(watcher: Watcher, error: dict[str, Any]) -> Ending:
@@ -277,8 +303,7 @@ def _from_error(watcher: Watcher, error: dict[str, Any]) -> Ending:
 
 
 def _at_rank(watcher: Watcher, rank: int, code: ExitCode, message: str) -> Ending:
-    phase = watcher.phases.get(rank, ("starting", 0.0))[0]
-    return Ending(code, message, "", rank, watcher.step, phase, log=str(watcher.attempt.rank_log(rank)))
+    return Ending(code, message, "", rank, watcher.step, watcher.phases[rank], log=str(watcher.attempt.rank_log(rank)))
 
 
 def _killed_rank(torchrun_log: str) -> tuple[int, int] | None:

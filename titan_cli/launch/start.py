@@ -12,10 +12,10 @@ import secrets
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from titan_cli import __version__
 from titan_cli.config import dump
@@ -60,8 +60,10 @@ def resolve(request: Request) -> tuple[Target, RunFolder | None]:
             raise TitanError(f"{known} preset was named", "titan train --preset debug    (`titan presets ls` lists them)")
         return build(request.preset, request.config_file, request.overrides), None
     if request.preset is None and request.config_file is None:
-        return build(None, str(run.config), request.overrides), run
-    target = build(request.preset, request.config_file, request.overrides)
+        name = records.read_json(run.status).get("preset", run.name)
+        target = replace(build(None, str(run.config), request.overrides), name=name)
+    else:
+        target = build(request.preset, request.config_file, request.overrides)
     changed = differences(load(config_file=str(run.config)).config, target.config)
     if changed:
         lines = [f"  {key}: {old} in the run, {new} now" for key, (old, new) in changed.items()]
@@ -89,11 +91,16 @@ def start(request: Request, make_screen: MakeScreen) -> Ending:
     target, run = resolve(request)
     checks.torchrun_arguments(request.torchrun_args)
     checks.refuse(target, shlex.join(["titan", *request.typed]))
-    fork = _fork(request) if request.fork else None
     if run is None:
+        fork = _fork(request) if request.fork else None
         run = _create(target, request.run_name)
         if fork:
-            records.write_json(run.fork, {"schema": 1, "checkpoint": str(fork)})
+            records.write_json(run.fork, {"schema": 1, "from": request.fork, "checkpoint": str(fork)})
+    elif request.fork and records.read_json(run.fork).get("from") != request.fork:
+        began = records.read_json(run.fork).get("from", "fresh weights")
+        raise TitanError(
+            f"--fork {request.fork}: the run {run.name} exists and began from {began}", "choose another --run NAME"
+        )
     with lock(run):
         saved = (committed_steps(run) or [0])[-1]
         if saved >= target.config.training.steps:
@@ -166,16 +173,37 @@ def _section(title: str, lines: Sequence[str]) -> str:
 @contextlib.contextmanager
 def lock(run: RunFolder) -> Iterator[None]:
     """Hold the run for this process; two launchers in one folder would overwrite each other's checkpoints."""
-    with (run.path / ".lock").open("w") as file:
+    with run.lock.open("w") as ours, run.workers_lock.open("w") as workers:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(ours, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             pid = records.read_json(run.status).get("pid", "?")
             raise TitanError(
                 f"the run {run.name} is being trained by another titan (process {pid})",
                 "wait for it, or choose another --run NAME",
             ) from None
+        _wait_for(workers, run)
         yield
+
+
+def _wait_for(workers: TextIO, run: RunFolder) -> None:
+    """Until the workers of a launcher that was killed have saved and ended: beside them, two histories would mix."""
+    until = time.monotonic() + WORKERS_S
+    while True:
+        try:
+            fcntl.flock(workers, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() < until:
+                time.sleep(0.1)
+                continue
+            hint = f"end them (`pgrep -f {run.path.absolute()}`), or wait and repeat the line"
+            raise TitanError(f"workers of an earlier start of {run.name} are still running", hint) from None
+        fcntl.flock(workers, fcntl.LOCK_UN)
+        return
+
+
+# Workers that lost their launcher save and end; torchrun gives them 30 s.
+WORKERS_S = 60.0
 
 
 def _existing(request: Request) -> RunFolder | None:
@@ -185,8 +213,13 @@ def _existing(request: Request) -> RunFolder | None:
         raise TitanError(f"--run {request.run_name}: not a name", "use letters, digits, dots, dashes and underscores")
     # The folder of runs may itself be set by a layer, so it is read before the run's own configuration is.
     runs_dir = load(request.preset, request.config_file, request.overrides).config.launch.runs_dir
-    run = RunFolder(Path(runs_dir).expanduser() / request.run_name)
-    return run if run.config.is_file() else None
+    # `latest` is a link to a run: its own name is what counts.
+    run = RunFolder((Path(runs_dir).expanduser() / request.run_name).resolve())
+    if run.config.is_file():
+        return run
+    if request.run_name == "latest":
+        raise TitanError(f"--run latest: there is no run in {runs_dir} yet", "choose another name for a new run")
+    return None
 
 
 def _fork(request: Request) -> Path:
@@ -213,7 +246,7 @@ def _create(target: Target, name: str | None) -> RunFolder:
     run = RunFolder(runs_dir / (name or _new_name(target)))
     try:
         run.path.mkdir(parents=True, exist_ok=True)
-        (run.path / ".lock").touch()
+        run.lock.touch()
     except OSError as error:
         raise TitanError(
             f"cannot write the run's folder {run.path}: {error.strerror}",

@@ -72,17 +72,20 @@ class Refused(TitanError):
 def make_plan(facts: Facts, strategy: str = "auto", force: bool = False, without: str = "") -> Plan:
     """The best safe plan, or the named strategy's; `without` leaves out one rule, to see what it is for.
 
-    With `force` the named strategy's first wrapping is taken whatever forbids it; the plan's notes say so. Raises Refused
-    when a rule forbids every wrapping.
+    With `force`, where every wrapping of the named strategy is forbidden, its first is taken and the plan's notes say so.
+    Raises Refused otherwise.
     """
     rules = [rule for rule in RULES if rule_id(rule) != without]
     rejected: list[tuple[Wrapping, Found]] = []
-    for wrapping in named(strategy):
+    candidates = named(strategy)
+    for wrapping in candidates:
         findings = judge(facts, wrapping, rules)
         forbidden = [found for found in findings if found[1].verdict == "forbid"]
-        if not forbidden or (force and strategy != "auto"):
+        if not forbidden:
             return build_plan(facts, wrapping, findings, rejected)
         rejected += [(wrapping, found) for found in forbidden]
+    if force and strategy != "auto":
+        return build_plan(facts, candidates[0], judge(facts, candidates[0], rules), [])
     wanted = "this layout" if strategy == "auto" else f"compile.strategy={strategy}"
     found = rejected[-1][1]
     raise Refused(wanted, found, found[1].instead or _next_safe(facts, rules))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +77,16 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def lock(self) -> Path:
+        """Held by the launcher."""
+        return self.path / ".lock"
+
+    @property
+    def workers_lock(self) -> Path:
+        """Shared by all workers: they can outlive a launcher that was killed, while they save."""
+        return self.path / ".workers.lock"
+
+    @property
     def fork(self) -> Path:
         """Names the checkpoint of another run that this one started from; absent in most."""
         return self.path / "fork.json"
@@ -97,7 +108,7 @@ class RunFolder:
         return self.checkpoints / f"step-{step:08d}"
 
 
-# Written last, after every rank's part is on disk: a folder without it is torn and is never picked.
+# Written last, after every rank's part is on disk: a folder without it, or with half of it, is torn and is never picked.
 COMMIT_MARKER = "COMMITTED"
 
 
@@ -106,4 +117,11 @@ def committed_steps(run: RunFolder) -> list[int]:
     if not run.checkpoints.is_dir():
         return []
     found = [(m, p) for p in run.checkpoints.iterdir() if (m := _STEP.fullmatch(p.name))]
-    return sorted(int(m.group(1)) for m, p in found if (p / COMMIT_MARKER).is_file())
+    return sorted(int(m.group(1)) for m, p in found if _committed(p / COMMIT_MARKER))
+
+
+def _committed(marker: Path) -> bool:
+    try:
+        return "step" in json.loads(marker.read_text())
+    except (OSError, ValueError):
+        return False

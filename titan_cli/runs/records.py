@@ -95,8 +95,16 @@ def write_json(path: Path, content: Any) -> None:
 def write_text(path: Path, text: str) -> None:
     """As write_json, for text."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text)
+    with temporary.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())  # or a power loss can leave the new name with no content
     temporary.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def read_json(path: Path) -> dict[str, Any]:

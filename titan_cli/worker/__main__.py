@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
 import warnings
 from pathlib import Path
 
 from titan_cli.errors import ExitCode, TitanError
+from titan_cli.orphans import end_with_parent
 from titan_cli.runs.folder import RunFolder
 from titan_cli.worker.report import Reporter
-from titan_cli.worker.stop import StopRequest, end_with_parent
+from titan_cli.worker.stop import StopRequest
 
 
 def main() -> int:
@@ -20,7 +22,8 @@ def main() -> int:
     redirect(attempt.rank_log(rank))
     stop = StopRequest()
     stop.install()
-    end_with_parent()
+    end_with_parent(os.getppid())
+    hold(run.workers_lock)
     report = Reporter(attempt, rank)
     report.phase("starting", "importing torch", pid=os.getpid())
     try:
@@ -30,13 +33,22 @@ def main() -> int:
         report.event("exit", f"exit {int(code)}", code=int(code))
         leave_group()
     except BaseException as exception:
-        code, peer = classify(exception)
-        report.error(exception, code, peer)
-        sys.excepthook(type(exception), exception, exception.__traceback__)
-        sys.stderr.flush()
-        # Not sys.exit: a failed collective can leave threads that never join, and the others wait for this rank's end.
-        os._exit(int(code))
+        code = ExitCode.WORKER_EXCEPTION
+        try:
+            sys.excepthook(type(exception), exception, exception.__traceback__)
+            sys.stderr.flush()
+            code, peer = classify(exception)
+            report.error(exception, code, peer)
+        finally:
+            # Not sys.exit: a failed collective can leave threads that never join, and the others wait for this rank's end.
+            os._exit(int(code))
     return 0
+
+
+def hold(lock: Path) -> None:
+    """Share a lock until this process ends: a launcher that finds it held waits, and does not start beside us."""
+    fd = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)  # closed, and so released, by the process's end
+    fcntl.flock(fd, fcntl.LOCK_SH)
 
 
 def redirect(log: Path) -> None:
@@ -57,12 +69,16 @@ def leave_group() -> None:
 
 def classify(exception: BaseException) -> tuple[ExitCode, bool]:
     """The exit code of an exception, and whether it only shows that another rank is gone."""
-    import torch
-    import torch.distributed as dist
-
     text = str(exception)
     if isinstance(exception, TitanError):
         return exception.code, False
+    if isinstance(exception, ImportError):  # perhaps torch's own, so do not ask it
+        return ExitCode.WORKER_EXCEPTION, False
+    import torch
+    import torch.distributed as dist
+
+    if any(words in text for words in ("Timed out waiting", "timed out after", "Watchdog caught collective operation timeout")):
+        return ExitCode.HANG, True
     if isinstance(exception, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator: can't allocate memory" in text:
         return ExitCode.OUT_OF_MEMORY, False
     lost_peer = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Read error", "remote process exited")

@@ -95,9 +95,18 @@ class Data:
         self.unit = self.local_batch_size * dp_size  # sequences of one micro-batch on every rank
         assert self.global_batch_size % self.unit == 0, f"{self.global_batch_size} sequences a step, not n x {self.unit}"
         self._train, self._held_out = train, held_out
+        self._last: tuple[int, list[Batch]] | None = None
 
     def micro_batches(self, step: int) -> list[Batch]:
-        """This rank's micro-batches of `step` (the first is 1). From a stream, later steps only: it cannot go back."""
+        """This rank's micro-batches of `step` (the first is 1). From a stream, later steps only: it cannot go back.
+
+        The last step's are kept, so that they can be asked for again.
+        """
+        if self._last is None or self._last[0] != step:
+            self._last = (step, self._read(step))
+        return self._last[1]
+
+    def _read(self, step: int) -> list[Batch]:
         part = self.global_batch_size // self.dp_size
         first = (step - 1) * self.global_batch_size + self.dp_rank * part
         return self._batches(self._train.rows(first, first + part))

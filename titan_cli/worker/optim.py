@@ -14,12 +14,16 @@ from titan_cli.config import schema
 def build_optimizer(model: nn.Module, config: schema.Optimizer) -> torch.optim.AdamW:
     """AdamW over matrices (with weight decay) and vectors (without)."""
     parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    # The rate is set before every step; fused: one kernel for all parameters, on the CPU too.
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+    groups = [{"params": [p for p in parameters if (p.ndim >= 2) == matrices]} for matrices in (True, False)]
+    optimizer = torch.optim.AdamW(groups, fused=True)  # one kernel for all parameters, on the CPU too
+    configure(optimizer, config)
+    return optimizer
+
+
+def configure(optimizer: torch.optim.Optimizer, config: schema.Optimizer) -> None:
+    """Set what the configuration says. Also after loading a checkpoint, which brings the values of the run that saved it."""
+    for group, decay in zip(optimizer.param_groups, (config.weight_decay, 0.0), strict=True):
+        group.update(lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, weight_decay=decay)
 
 
 def learning_rate(step: int, steps: int, peak: float, schedule: schema.LrSchedule) -> float:

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
-    PrepareModuleInput,
     PrepareModuleInputOutput,
     RowwiseParallel,
     SequenceParallel,
@@ -122,15 +121,16 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, tp_plan: Mapping[s
     parallelize_module(model, mesh, {name: STYLES[style]() for name, style in found.items() if style})
 
 
-class GatherFirst(PrepareModuleInput):
+class GatherFirst(ParallelStyle):
     """Gather the first argument along the sequence once, for all column-parallel modules inside; leave the others."""
 
-    def __init__(self) -> None:
-        super().__init__(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def gather(module: nn.Module, inputs: tuple) -> tuple:
+            cut = DTensor.from_local(inputs[0], device_mesh, (Shard(1),), run_check=False)  # (B, T/tp, D)
+            return (cut.redistribute(placements=(Replicate(),)), *inputs[1:])  # (B, T, D)
 
-    def _prepare_input_fn(self, inputs: tuple, device_mesh: DeviceMesh) -> tuple:
-        (first,) = super()._prepare_input_fn(inputs[:1], device_mesh)
-        return (first, *inputs[1:])
+        module.register_forward_pre_hook(gather)
+        return module
 
 
 class Head(ParallelStyle):

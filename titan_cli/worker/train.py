@@ -42,6 +42,7 @@ from titan_cli.worker.stop import StopRequest
 # The first steps of an attempt still pay for caches, allocators and clocks; tok/s leaves them out.
 UNTIMED_STEPS = 2
 CHECKED_TOKENS = 512
+SAVE_TIMEOUT_S = 3600.0
 
 
 def train(run: RunFolder, report: Reporter, stop: StopRequest) -> ExitCode:
@@ -51,6 +52,9 @@ def train(run: RunFolder, report: Reporter, stop: StopRequest) -> ExitCode:
     check_machine(plan)
     device = set_up_device(plan, config)
     world = resolve(config, int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if plan.device == "cuda" else 0)
+    if dist.get_world_size() != world.world_size:
+        message = f"torchrun started {dist.get_world_size()} ranks and the plan is for {world.world_size}"
+        raise TitanError(message, "leave the number of ranks to launch.nodes and launch.gpus_per_node", ExitCode.USAGE)
     report.phase("building", f"{config.model.family} {config.model.flavor} on {world.world_size} x {device.type}")
     trainer = build(config, plan, world, device, run)
     report.phase("compiling", plan.sentence())
@@ -123,6 +127,7 @@ def build_model(config: Config, seq_len: int) -> tuple[Llama3, Mapping[str, str]
 def build(config: Config, plan: Plan, world: Resolved, device: torch.device, run: RunFolder) -> Trainer:
     """Model, optimizer and data, continued from the last commit of the run (or of the run it was forked from)."""
     mesh = build_mesh(world, device.type)
+    private.set_collective_timeout(config.compile.warmup_timeout_s)  # the mesh's groups have torch's default
     model, tp_plan = build_model(config, config.training.seq_len)
     watch = parallelize(model, mesh, plan, tp_plan)
     materialize(model, device, config.training.seed)
@@ -133,6 +138,7 @@ def build(config: Config, plan: Plan, world: Resolved, device: torch.device, run
     trainer = Trainer(config, plan, world, device, model, optimizer, data, watch)
     if start := starting_point(run):
         saved = checkpoint.load(start, model, optimizer)
+        optim.configure(optimizer, config.optimizer)
         if start.parent == run.checkpoints and saved["data"] != data.fingerprint:
             raise TitanError(
                 f"the data is not what {start} was trained on: its order cannot be continued",
@@ -145,11 +151,16 @@ def build(config: Config, plan: Plan, world: Resolved, device: torch.device, run
 
 
 def starting_point(run: RunFolder) -> Path | None:
-    """The run's last commit; before its first, the checkpoint it was forked from; None: begin with fresh weights."""
-    if steps := committed_steps(run):
-        return run.checkpoint(steps[-1])
-    fork = records.read_json(run.fork)
-    return Path(fork["checkpoint"]) if fork else None
+    """The run's last commit; before its first, the checkpoint it was forked from; None: begin with fresh weights.
+
+    Rank 0 looks and tells the others, whose file system may show them an older listing.
+    """
+    chosen: list[Path | None] = [None]
+    if dist.get_rank() == 0:
+        steps, fork = committed_steps(run), records.read_json(run.fork)
+        chosen = [run.checkpoint(steps[-1]) if steps else Path(fork["checkpoint"]) if fork else None]
+    dist.broadcast_object_list(chosen, device=torch.device("cpu"))
+    return chosen[0]
 
 
 def check_same_data(fingerprint: str) -> None:
@@ -189,11 +200,12 @@ def train_step(
 
     Raises TitanError, with nothing updated, when the norm is NaN or infinite.
     """
-    loss = torch.zeros((), dtype=torch.float64)
+    parts = []
     for inputs, labels in batches:
         part = loss_sum(model(inputs), labels) / tokens
         part.backward()
-        loss = loss.to(part.device) + part.detach()
+        parts.append(part.detach().double())
+    loss = torch.stack(parts).sum()
     if inspect:
         inspect()
     norm = optim.clip_gradients(model, max_norm)
@@ -256,29 +268,38 @@ class Trainer:
         """Train to the last step or until asked to stop; commit what was trained in both cases."""
         window, begun_at, metrics = Window(), self.step, self.config.metrics
         steps = self.config.training.steps
-        vote = stop.vote()
-        asked = vote.result() if self.step < steps else 0
+        asked = stop.vote()
         while self.step < steps and not asked:
-            vote = stop.vote()
+            report.step = self.step + 1
             begin = time.perf_counter()
-            batches = [(x.to(self.device), y.to(self.device)) for x, y in self.data.micro_batches(self.step + 1)]
+            batches = [(self.on_device(x), self.on_device(y)) for x, y in self.data.micro_batches(self.step + 1)]
             window.data_wait_s.append(time.perf_counter() - begin)
             rate = optim.learning_rate(self.step + 1, steps, self.config.optimizer.lr, self.config.lr_schedule)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             first = self.step == begun_at
             self.watch.calls.clear()
-            loss, norm = train_step(
-                self.model,
-                self.optimizer,
-                self.loss_sum,
-                batches,
-                self.tokens_per_step,
-                self.config.training.max_norm,
-                partial(self.inspect, report) if first else None,
-            )
+            try:
+                loss, norm = train_step(
+                    self.model,
+                    self.optimizer,
+                    self.loss_sum,
+                    batches,
+                    self.tokens_per_step,
+                    self.config.training.max_norm,
+                    partial(self.inspect, report) if first else None,
+                )
+            except TitanError as error:
+                if error.code == ExitCode.NOT_FINITE and dist.get_rank() == 0:
+                    null = {"loss": None, "grad_norm": None, "lr": rate}
+                    number = report.attempt.number
+                    records.append(
+                        run.metrics, {"schema": 1, "step": self.step + 1, "time": time.time(), "attempt": number, **null}
+                    )
+                    report.event("alert", error.message, "alert")
+                raise
+            asked = stop.vote()
             self.step += 1
-            report.step = self.step
             if not first:
                 self.report_recompiles(report)
             window.step_s.append(time.perf_counter() - begin)
@@ -293,17 +314,21 @@ class Trainer:
                 if dist.get_rank() == 0:
                     records.append(run.metrics, line)
                 window = Window()
-            asked = vote.result()
             interval = self.config.checkpoint.interval
-            if interval and self.step % interval == 0 and self.step < steps and not asked:
+            if interval and self.step % interval == 0:
                 self.save(run, report)
-                report.phase("running", f"from step {self.step + 1} to {steps}")
+                if self.step < steps and not asked:
+                    report.phase("running", f"from step {self.step + 1} to {steps}")
         if self.step > self.last_saved and self.config.checkpoint.at_end:
             self.save(run, report)
-        if not asked:
+        if self.step >= steps:
             return ExitCode.DONE
         report.event("signal", f"asked to stop, ended after step {self.step}", signal=asked)
-        return ExitCode.STOPPED
+        return ExitCode.STOPPED_WITH_LOSS if self.step > self.last_saved else ExitCode.STOPPED
+
+    def on_device(self, tensor: Tensor) -> Tensor:
+        """A copy that does not wait for what the GPU is still doing."""
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
 
     def inspect(self, report: Reporter) -> None:
         """Compile health and the gradient audit, in the attempt's first step, before anything is updated with it."""
@@ -312,16 +337,15 @@ class Trainer:
         self.graphs = len(self.watch.graphs)
         report.event("compile_health", health.sentence(), "warn" if health.faults else "info", **asdict(health))
         report.event("gradient_audit", audit.sentence(), "warn" if audit.faults else "info", **asdict(audit))
-        self.alert([*health.faults, *audit.faults], report)
+        self.alert([*health.faults, *audit.faults], report, "nothing was updated with this step")
 
-    def alert(self, faults: list[str], report: Reporter) -> None:
+    def alert(self, faults: list[str], report: Reporter, lost: str) -> None:
         """Alerts that stay; with compile.strict the run stops (the same on every rank that sees the fault)."""
         for fault in faults:
             report.event("alert", fault, "alert")
         if faults and self.config.compile.strict:
             more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-            hint = "nothing was updated with this step; compile.strict=false trains on with a warning\n"
-            hint += "compile.strategy=off trains eager"
+            hint = f"{lost}; compile.strict=false trains on with a warning, compile.strategy=off trains eager"
             raise TitanError(f"compile.strict: {faults[0]}{more}", hint, ExitCode.COMPILE_HEALTH)
 
     def report_recompiles(self, report: Reporter) -> None:
@@ -331,7 +355,7 @@ class Trainer:
         if made:
             where = ", ".join(sorted({graph.block or "the loss" for graph in made}))
             cause = (private.recompile_reasons() or ["unknown"])[-1]
-            self.alert([f"recompiled {where}: {cause}"], report)
+            self.alert([f"recompiled {where}: {cause}"], report, f"the steps since step {self.last_saved} are not saved")
 
     def check_gradients(self, report: Reporter) -> None:
         """Compare every gradient of the first micro-batch, cut to CHECKED_TOKENS, with eager ones, on the real devices."""
@@ -343,7 +367,11 @@ class Trainer:
         text = f"{len(differences) - len(wrong)}/{len(differences)} compiled gradients equal eager ones"
         text += f" (largest difference {differences[worst]:.1e}, {worst})"
         report.event("gradient_audit", text, "warn" if wrong else "info")
-        self.alert([f"the compiled gradient of {name} differs from eager by {d:.1e}" for name, d in wrong.items()], report)
+        self.alert(
+            [f"the compiled gradient of {name} differs from eager by {d:.1e}" for name, d in wrong.items()],
+            report,
+            "nothing was trained",
+        )
         torch._dynamo.reset()  # the cut shape's graphs must not count, nor make the real shape dynamic
         self.watch.graphs.clear()
 
@@ -362,10 +390,12 @@ class Trainer:
     def save(self, run: RunFolder, report: Reporter) -> None:
         report.phase("saving", f"checkpoint of step {self.step}")
         begin = time.perf_counter()
+        private.set_collective_timeout(SAVE_TIMEOUT_S)  # all wait for the slowest disk
         state = {"data": self.data.fingerprint}
         folder = checkpoint.save(run, self.step, self.model, self.optimizer, state, self.config.checkpoint.keep)
+        private.set_collective_timeout(self.config.launch.timeout_s)
         self.last_saved = self.step
-        report.event("checkpoint", f"committed {folder.name}", seconds=round(time.perf_counter() - begin, 3))
+        report.event("checkpoint", f"committed {folder.name}", step=self.step, seconds=round(time.perf_counter() - begin, 3))
 
     def measure(self, window: Window, attempt: int, loss: Tensor, norm: Tensor, rate: float) -> dict[str, Any]:
         """One metrics line (the run folder's contract); collective. Times are seconds, means over the window."""
@@ -373,9 +403,9 @@ class Trainer:
         dist.all_reduce(everywhere)
         peak, reserved = memory_gib(self.device)
         step_s = mean(window.step_s)
-        ranks = [torch.zeros(2, dtype=torch.float64) for _ in range(dist.get_world_size())]
-        dist.all_gather(ranks, torch.tensor([step_s, peak], dtype=torch.float64))
-        times, peaks = (column.tolist() for column in torch.stack(ranks).T)
+        ranks = [torch.zeros(3, dtype=torch.float64) for _ in range(dist.get_world_size())]
+        dist.all_gather(ranks, torch.tensor([step_s, peak, reserved], dtype=torch.float64))
+        times, peaks, reserves = (column.tolist() for column in torch.stack(ranks).T)
         rate_s = self.tokens_per_step / mean(window.timed_s) if window.timed_s else None
         device_rate = rate_s / self.world.world_size if rate_s else None
         flops = model_config(self.config).flops_per_token(self.config.training.seq_len)
@@ -397,7 +427,7 @@ class Trainer:
             "mfu": tflops / best if tflops and best else None,
             "tflops_per_device": tflops,
             "memory_peak_gib": max(peaks),
-            "memory_reserved_gib": reserved,
+            "memory_reserved_gib": max(reserves),
             "data_wait_s": mean(window.data_wait_s),
             "step_s": step_s,
             "ranks": {
