@@ -13,7 +13,8 @@ for argv in (["presets", "ls"], ["presets", "show", "debug"], ["presets", "diff"
 dry = ["train", "--preset", "llama3-debug-2d", "--dry-run"]
 for argv in (["explain-compile"], ["explain-compile", "--preset", "llama3-8b-2d"], ["explain-compile", "--rules"], dry):
     assert main(argv) == 0, argv
-heavy = {"torch", "datasets", "tiktoken", "tokenizers", "transformers", "numpy"} & set(sys.modules) | {m for m in sys.modules if "titan_cli.worker" in m}
+heavy = {"torch", "datasets", "tiktoken", "tokenizers", "transformers", "numpy"} & set(sys.modules)
+heavy |= {name for name in sys.modules if name.startswith("titan_cli.worker")}
 assert not heavy, heavy
 """
 

@@ -44,7 +44,9 @@ def one_rank(data: Path) -> dict[str, Trained]:
     return dict(zip(dtypes, results, strict=True))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", ["fsdp", "tp", "2d", *(pytest.param(n, marks=pytest.mark.slow) for n in ("replicate", "hsdp"))]
+)
 def test_a_layout_trains_as_one_rank_does(layout: str, data: Path, one_rank: dict[str, Trained]) -> None:
     world, degrees = LAYOUTS[layout]
     results = run_ranks(world, train_cells, [[*degrees, *variant] for variant in VARIANTS.values()], data, STEPS)

@@ -220,6 +220,7 @@ def test_a_run_leaves_the_folder_that_the_contract_names(runs: Path, text: Path)
     assert titan([*words[:-1], "r@20"])[0] == ExitCode.USAGE
 
 
+@pytest.mark.slow
 def test_ten_thousand_lines_of_a_worker_stay_in_its_log(runs: Path, text: Path, tmp_path: Path) -> None:
     noise = tmp_path / "noise"
     noise.mkdir()
@@ -233,7 +234,9 @@ def test_ten_thousand_lines_of_a_worker_stay_in_its_log(runs: Path, text: Path, 
     assert RunFolder(runs / "r").attempt(1).rank_log(0).read_text().count("noise") == 10000
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), (signal.SIGUSR1, 75)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75), pytest.param(signal.SIGUSR1, 75, marks=pytest.mark.slow)]
+)
 def test_a_signal_saves_and_stops(number: signal.Signals, code: int, runs: Path, text: Path) -> None:
     run = RunFolder(runs / "r")
     process = start(line(runs, text, "training.steps=100000"))
@@ -248,6 +251,7 @@ def test_a_signal_saves_and_stops(number: signal.Signals, code: int, runs: Path,
     assert f"step {last} is saved" in err
 
 
+@pytest.mark.slow
 def test_a_signal_before_step_one_has_nothing_to_save(runs: Path, text: Path) -> None:
     process = start(line(runs, text))
     while not (runs / "r" / "status.json").is_file():
@@ -260,6 +264,7 @@ def test_a_signal_before_step_one_has_nothing_to_save(runs: Path, text: Path) ->
     assert not committed_steps(RunFolder(runs / "r"))
 
 
+@pytest.mark.slow
 def test_a_second_signal_stops_at_once(runs: Path, text: Path) -> None:
     run = RunFolder(runs / "r")
     # One step of 20,000 micro-batches takes minutes: the first signal waits for its end, the second does not.
@@ -276,6 +281,7 @@ def test_a_second_signal_stops_at_once(runs: Path, text: Path) -> None:
     assert "second signal" in err
 
 
+@pytest.mark.slow
 def test_torchrun_told_to_stop_saves_and_stops(runs: Path, text: Path) -> None:
     """As a scheduler does that signals every process of a job."""
     run = RunFolder(runs / "r")
@@ -288,6 +294,7 @@ def test_torchrun_told_to_stop_saves_and_stops(runs: Path, text: Path) -> None:
     assert committed_steps(run)
 
 
+@pytest.mark.slow
 def test_a_killed_launcher_leaves_a_run_that_continues(runs: Path, text: Path) -> None:
     run = RunFolder(runs / "r")
     words = line(runs, text, "parallelism.dp_shard=2")
@@ -304,6 +311,7 @@ def test_a_killed_launcher_leaves_a_run_that_continues(runs: Path, text: Path) -
     assert steps == sorted(set(steps)), "no step was trained twice"
 
 
+@pytest.mark.slow
 def test_without_a_last_checkpoint_a_stop_is_a_loss(runs: Path, text: Path) -> None:
     process = start(line(runs, text, "training.steps=100000", "checkpoint.at_end=false"))
     wait_for_step(RunFolder(runs / "r"), 3, process)
@@ -313,6 +321,7 @@ def test_without_a_last_checkpoint_a_stop_is_a_loss(runs: Path, text: Path) -> N
     assert "checkpoint.at_end=false" in err
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_join_a_collective_is_named(runs: Path, text: Path) -> None:
     run = RunFolder(runs / "r")
     process = start(line(runs, text, "parallelism.dp_shard=2", "training.steps=100000", "launch.timeout_s=3"))
@@ -324,6 +333,7 @@ def test_a_rank_that_does_not_join_a_collective_is_named(runs: Path, text: Path)
     assert "ranks [1] did not join" in err
 
 
+@pytest.mark.slow
 def test_a_torch_that_cannot_be_imported_is_said(runs: Path, text: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
@@ -333,6 +343,7 @@ def test_a_torch_that_cannot_be_imported_is_said(runs: Path, text: Path, tmp_pat
     assert "ModuleNotFoundError" in err
 
 
+@pytest.mark.slow
 def test_a_closed_terminal_loses_nothing(runs: Path, text: Path) -> None:
     process = start(line(runs, text))
     assert process.stderr
@@ -360,6 +371,7 @@ def test_a_killed_worker_is_named_and_the_line_continues(runs: Path, text: Path)
     assert f"from step {saved + 1} to {saved + 2}" in err
 
 
+@pytest.mark.slow
 def test_a_worker_exception_names_rank_phase_and_log(runs: Path, text: Path) -> None:
     run = RunFolder(runs / "r")
     assert titan(line(runs, text, "training.steps=2"))[0] == ExitCode.DONE
@@ -371,6 +383,7 @@ def test_a_worker_exception_names_rank_phase_and_log(runs: Path, text: Path) -> 
     assert "Traceback" in run.attempt(2).rank_log(0).read_text()
 
 
+@pytest.mark.slow
 def test_out_of_memory_has_its_own_code(runs: Path, text: Path) -> None:
     huge = 10**9  # sequences: 512 GB of token ids
     code, err = titan(line(runs, text, f"training.local_batch_size={huge}", f"training.global_batch_size={huge}"))
@@ -389,12 +402,14 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(runs: Path, text: Pat
     assert records.read_json(run.status)["state"] == "failed"
 
 
+@pytest.mark.slow
 def test_not_reaching_step_one_in_time_is_a_hang(runs: Path, text: Path) -> None:
     code, err = titan(line(runs, text, "compile.warmup_timeout_s=0.5"))
     assert code == ExitCode.HANG, err
     assert "compile.warmup_timeout_s" in err
 
 
+@pytest.mark.slow
 def test_two_launchers_cannot_train_one_run(runs: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     process = start(line(runs, text, "training.steps=100000"))
     wait_for_step(RunFolder(runs / "r"), 1, process)
@@ -405,6 +420,7 @@ def test_two_launchers_cannot_train_one_run(runs: Path, text: Path, capsys: pyte
     assert f"process {process.pid}" in err
 
 
+@pytest.mark.slow
 def test_torchrun_refusing_its_arguments_is_a_usage_error(runs: Path, text: Path) -> None:
     code, err = titan([*line(runs, text), "--", "--nonsense"])
     assert code == ExitCode.USAGE, err

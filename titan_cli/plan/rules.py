@@ -108,9 +108,10 @@ def tp_embedding_wait(facts: Facts, wrapping: Wrapping) -> Finding | None:
 
     The eager embedding ends in an asynchronous reduce-scatter and hands on a tensor that is still in flight
     (AsyncCollectiveTensor). From torch 2.13 on, backward through compiled code loses the gradient of such an input: with
-    any fully_shard the embedding's gradient is exactly zero while the loss equals eager to every digit (compiled norms lose
-    a part of it, about a tenth); without fully_shard backward raises "'Tensor' object has no attribute '_local_tensor'".
-    torch 2.11 is right; 2.12 was not run and gets the cure, which costs nothing: the first kernel would wait anyway.
+    any fully_shard the embedding's gradient is exactly zero while the loss equals eager to every digit; without it backward
+    raises "'Tensor' object has no attribute '_local_tensor'". torch 2.11 is right; 2.12 was not run and gets the cure,
+    which costs nothing: the first kernel would wait anyway. Of compiled norms alone, another model lost a tenth of the
+    gradient; in titan's models nothing was lost, and they get the cure all the same.
 
     The cure is a forward hook on the embedding that calls wait_tensor. It renames nothing. Not cures: fully_shard (turns
     the crash into the silent zero), AsyncCollectiveTensor.wait() (the gradient becomes None), a wrapper (renames).

@@ -126,7 +126,7 @@ class GatherFirst(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather(module: nn.Module, inputs: tuple) -> tuple:
-            cut = DTensor.from_local(inputs[0], device_mesh, (Shard(1),), run_check=False)  # (B, T/tp, D)
+            cut = inputs[0]  # (B, T/tp, D), from a sequence-parallel norm: a DTensor
             return (cut.redistribute(placements=(Replicate(),)), *inputs[1:])  # (B, T, D)
 
         module.register_forward_pre_hook(gather)
