@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+HORIZON = 20  # of the learning rate, so that cells of fewer steps follow the same curve
 TEXT = "def f(x):\n    return {n}\n\n\nclass C{n}:\n    value = {n}\n"
 
 
@@ -30,9 +31,9 @@ def corpus(folder: Path) -> Path:
     return folder
 
 
-def train_cells(cells: Sequence[Sequence[str]], data: Path, steps: int) -> list[Trained]:
-    """One result for each list of overrides. Collective; every rank returns the same."""
-    return [train_cell(overrides, data, steps) for overrides in cells]
+def train_cells(cells: Sequence[Sequence[str]], data: Path, steps: Sequence[int]) -> list[Trained]:
+    """One result for each list of overrides and number of steps. Collective; every rank returns the same."""
+    return [train_cell(overrides, data, n) for overrides, n in zip(cells, steps, strict=True)]
 
 
 def train_cell(overrides: Sequence[str], data: Path, steps: int, cures: bool = True) -> Trained:
@@ -65,7 +66,7 @@ def train_cell(overrides: Sequence[str], data: Path, steps: int, cures: bool = T
     losses, norms = [], []
     for step in range(1, steps + 1):
         for group in trainer.optimizer.param_groups:
-            group["lr"] = optim.learning_rate(step, steps, 1e-3, target.config.lr_schedule)
+            group["lr"] = optim.learning_rate(step, HORIZON, 1e-3, target.config.lr_schedule)
         loss, norm = train.train_step(
             trainer.model,
             trainer.optimizer,

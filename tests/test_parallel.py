@@ -40,7 +40,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def one_rank(data: Path) -> dict[str, Trained]:
     """float64 and float32 in eager on one rank: what the others are held to."""
     dtypes = ("float64", "float32")
-    (results,) = run_ranks(1, train_cells, [[f"training.dtype={d}", *EAGER] for d in dtypes], data, STEPS)
+    (results,) = run_ranks(1, train_cells, [[f"training.dtype={d}", *EAGER] for d in dtypes], data, [STEPS, STEPS])
     return dict(zip(dtypes, results, strict=True))
 
 
@@ -49,7 +49,8 @@ def one_rank(data: Path) -> dict[str, Trained]:
 )
 def test_a_layout_trains_as_one_rank_does(layout: str, data: Path, one_rank: dict[str, Trained]) -> None:
     world, degrees = LAYOUTS[layout]
-    results = run_ranks(world, train_cells, [[*degrees, *variant] for variant in VARIANTS.values()], data, STEPS)
+    steps = [3 if "full AC" in variant else STEPS for variant in VARIANTS]
+    results = run_ranks(world, train_cells, [[*degrees, *variant] for variant in VARIANTS.values()], data, steps)
     # The first rank is the fullest: the fit is exact.
     assert all(result.parameter_bytes == result.planned_bytes for result in results[0])
     for rank, trained in enumerate(results):
@@ -61,11 +62,11 @@ def test_a_layout_trains_as_one_rank_does(layout: str, data: Path, one_rank: dic
 
 def test_a_tied_head_is_cut_with_the_embedding(data: Path) -> None:
     tied = ["model.tie_embeddings=true", "training.dtype=float64", *EAGER]
-    ((reference,),) = run_ranks(1, train_cells, [tied], data, 3)
+    ((reference,),) = run_ranks(1, train_cells, [tied], data, [3])
     assert "output.weight" not in reference.gradients
     layout = ["parallelism.tp=2", "parallelism.dp_shard=2"]
     for eager, compiled in run_ranks(
-        4, train_cells, [[*layout, *tied], [*layout, *tied, "compile.strategy=block", *COMPILED]], data, 3
+        4, train_cells, [[*layout, *tied], [*layout, *tied, "compile.strategy=block", *COMPILED]], data, [3, 3]
     ):
         check(eager, reference, 1e-9, 1e-9, "tied, eager")
         check(compiled, reference, 1e-9, 1e-9, "tied, compiled")
@@ -73,7 +74,7 @@ def test_a_tied_head_is_cut_with_the_embedding(data: Path) -> None:
 
 def check(result: Trained, reference: Trained, losses: float, gradients: float, where: str) -> None:
     assert result.keys == reference.keys, where
-    assert result.losses == pytest.approx(reference.losses, rel=losses), where
+    assert result.losses == pytest.approx(reference.losses[: len(result.losses)], rel=losses), where
     assert result.norms[0] == pytest.approx(reference.norms[0], rel=gradients), where
     for name, expected in reference.gradients.items():
         off = (result.gradients[name] - expected).norm() / expected.norm()

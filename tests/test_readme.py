@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from titan_cli.cli import main
+from titan_cli.plan import explain
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -30,6 +31,13 @@ def test_a_command_of_the_readme_works(command: str, tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     words = shlex.split(command)[1:]
     assert main([*words, "--dry-run"] if words[0] == "train" and "--dry-run" not in words else words) == 0
+
+
+def test_the_explanation_is_what_titan_prints() -> None:
+    block = re.search(r"```\n(  tok_embeddings .*?)```", README, flags=re.DOTALL)
+    assert block
+    printed = [line.text for line in explain.explain(explain.target("llama3-8b-2d", None, [], None, "2.13.0", ""))]
+    assert [line for line in block.group(1).splitlines() if line not in printed] == []
 
 
 def test_the_readme_has_commands() -> None:

@@ -60,10 +60,11 @@ def test_of_a_step_that_ran_twice_the_later_attempt_counts() -> None:
 def test_only_marked_checkpoints_count(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
     assert committed_steps(run) == []
-    for step in (20, 3, 100):
+    for step in (20, 3, 100, 101):
         run.checkpoint(step).mkdir(parents=True)
     for step in (20, 3):
-        (run.checkpoint(step) / COMMIT_MARKER).touch()
+        records.write_json(run.checkpoint(step) / COMMIT_MARKER, {"step": step})
+    (run.checkpoint(100) / COMMIT_MARKER).touch()  # what a power loss leaves of a file that was not synced
     (run.checkpoints / "step-old").mkdir()
     assert committed_steps(run) == [3, 20]
 

@@ -26,7 +26,7 @@ def test_what_titan_compiles_in_2d_has_every_gradient_of_eager(tmp_path: Path) -
     data = corpus(tmp_path)
     strategies = ("block", "submodule", "norm")
     cells = [[*TWO_D, *COMPILED, f"compile.strategy={strategy}"] for strategy in strategies]
-    eager, *compiled = run_ranks(4, train_cells, [[*TWO_D, *EAGER], *cells], data, 3)[0]
+    eager, *compiled = run_ranks(4, train_cells, [[*TWO_D, *EAGER], *cells], data, [3] * 4)[0]
     assert not any("_orig_mod" in key for key in eager.keys)
     for strategy, result in zip(strategies, compiled, strict=True):
         check(result, eager, 1e-5, 1e-5, strategy)

@@ -137,21 +137,27 @@ def build_plan(facts: Facts, wrapping: Wrapping, findings: list[Found], rejected
         settings=settings,
         findings=tuple(_finding(*found) for found in findings),
         rejected=tuple({"strategy": w.strategy, "ac": w.ac, "rule": rule, "because": f.because} for w, (rule, f) in rejected),
-        expect=expectation(wrapping, facts, breaks),
+        expect=expectation(wrapping, facts, breaks, any(f.cure for _, f in findings)),
         notes=(*forbidden, *([newer] if facts.torch[:2] > NEWEST[:2] else [])),
     )
 
 
-def expectation(wrapping: Wrapping, facts: Facts, breaks: dict[str, int]) -> dict[str, Any]:
+def expectation(wrapping: Wrapping, facts: Facts, breaks: dict[str, int], waited: bool) -> dict[str, Any]:
     """What Dynamo should report after warm-up, by mode and kind of block: graphs (one for each piece of code) and breaks.
 
-    A break cuts a piece of code in two, so each adds a graph. Nothing is expected of a whole-model graph: where it breaks
-    depends on the model.
+    A break cuts a piece of code in two, so each adds a graph. Under tensor parallel the first block's input is of another
+    type (still in flight) than the others', and has a graph of its own unless it is waited for. Nothing is expected of a
+    whole-model graph: where it breaks depends on the model.
     """
     if wrapping.strategy in ("off", "whole"):
         return {"train": {}, "eval": {}, "recompiles_after_warmup": 0}
     pieces = {"block": {"dense": 1, "moe": 1}, "submodule": {"dense": 3, "moe": 4}, "norm": {"dense": 1, "moe": 1}}
-    kinds = {kind: {"graphs": pieces[wrapping.strategy][kind] + breaks[kind], "breaks": breaks[kind]} for kind in facts.kinds}
+    first = facts.kinds[0]
+    in_flight = {kind: int(kind == first and facts.tp > 1 and not waited) for kind in facts.kinds}
+    kinds = {
+        kind: {"graphs": pieces[wrapping.strategy][kind] + breaks[kind] + in_flight[kind], "breaks": breaks[kind]}
+        for kind in facts.kinds
+    }
     return {"train": kinds, "eval": kinds, "recompiles_after_warmup": 0}
 
 

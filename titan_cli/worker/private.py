@@ -49,11 +49,15 @@ def graph_breaks() -> list[str]:
 
 
 def recompile_reasons() -> list[str]:
-    """Why code was compiled again, oldest first: the guard that failed."""
+    """Why code was compiled again, oldest first: the guard that failed, and the user's line that it comes from.
+
+    Without the change between training and evaluation, which every piece of code sees once.
+    """
     from torch._dynamo.utils import get_compilation_metrics
 
     found = [metrics.recompile_reason for metrics in get_compilation_metrics() if metrics.recompile_reason]
-    return [reason.strip().splitlines()[-1] for reason in found]
+    first = [" ".join(reason.strip().splitlines()[0].partition("(HINT")[0].split()) for reason in found]
+    return [reason for reason in first if "GLOBAL_STATE changed: grad_mode" not in reason]
 
 
 def apply_setting(name: str, value: object) -> None:
