@@ -127,6 +127,8 @@ def test_a_planted_fault_is_an_alert_and_stops_a_strict_run(
     world = 2 if overrides else 1
     words = [f"data.path={corpus(tmp_path)}", *overrides]
     assert run_ranks(world, train, plant, words, tmp_path / "lenient") == [ExitCode.DONE] * world
+    if plant is per_layer_int:
+        assert events(tmp_path / "lenient", "compile_health") == ["2/2 blocks compiled, 0 breaks, 1 recompiles"]
     for rank in range(world):
         assert any(says in message for message in events(tmp_path / "lenient", "alert", rank)), events(
             tmp_path / "lenient", "alert"

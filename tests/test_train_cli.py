@@ -84,6 +84,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[i
         (["--preset", "llama3-debug", "tokenizer.path=/nowhere/t.model"], 3, "No such file"),
         (["--preset", "llama3-debug", "model.vocab_size=512"], 3, "model.vocab_size=4096"),
         (["--preset", "llama3-debug", "parallelism.cp=2"], 3, "can be planned, not trained yet"),
+        (["--preset", "dsv3-debug-ep"], 3, "can be planned, not trained yet"),
         (["--preset", "llama3-debug", "compile.strategy=whole"], 3, "compile.strategy=block"),
         (["--preset", "llama3-debug", "launch.nodes=2", "parallelism.dp_shard=2"], 3, "one machine"),
         (["--preset", "llama3-debug", "--fork", "nothing"], 3, "nothing"),

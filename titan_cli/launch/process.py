@@ -92,7 +92,7 @@ class Watcher:
         for event in found:
             self._note(event)
         lines = self.metrics.read()
-        self.step = max([self.step, *(line["step"] for line in lines)])
+        self.step = max([self.step, *(line["step"] for line in lines if line["loss"] is not None)])
         shown = [event for event in found if event["rank"] == 0 or event["level"] != "info"]
         self.screen.feed([*shown, *lines], self.log.read())
 

@@ -95,18 +95,20 @@ def check_compile(watch: CompileWatch, plan: Plan, evaluated: bool) -> Health:
     expected_breaks = sum(kind["breaks"] for kind in plan.expect["train"].values())
     eager = watch.eager_blocks()
     faults = [f"{len(eager)} blocks ran eager: {', '.join(eager[:4])}"] if eager and plan.wraps and watch.blocks else []
+    recompiles = 0
     for mode in ("train", "eval") if evaluated else ("train",):
         for kind, expected in plan.expect[mode].items():
             made = Counter(g.ops > 0 for g in watch.graphs if g.mode == mode and watch.blocks.get(g.block) == kind)
             if made[False]:
                 faults.append(f"{made[False]} empty graphs in {kind} blocks ({mode}): that code runs eager")
+            recompiles += max(0, made[True] - expected["graphs"])
             if made[True] > expected["graphs"]:
                 causes = "".join(f"; {reason}" for reason in private.recompile_reasons()[:2])
                 faults.append(f"{made[True]} graphs instead of {expected['graphs']} for {kind} blocks ({mode}){causes}")
     if len(breaks) > expected_breaks:
         faults += [f"graph break: {reason}" for reason in breaks[:4]]
     compiled, blocks = (None, None) if plan.strategy == "whole" else (len(watch.blocks) - len(eager), len(watch.blocks))
-    return Health(compiled, blocks, len(watch.graphs), len(breaks), 0, tuple(faults))
+    return Health(compiled, blocks, len(watch.graphs), len(breaks), recompiles, tuple(faults))
 
 
 @dataclass(frozen=True)
