@@ -86,13 +86,13 @@ def test_other_torchrun_options_pass() -> None:
     checks.torchrun_arguments(["--rdzv-endpoint=127.0.0.1:0", "--log-dir", "x", "--tee", "3"])
 
 
-def test_offline_is_found_without_asking_the_network() -> None:
+def test_offline_is_found_without_asking_the_network(tmp_path: Path) -> None:
     target = build("llama3-debug", None, ["data.source=c4"])
     (problem,) = checks.text(target, {"HF_HUB_OFFLINE": "1"})
     assert "HF_HUB_OFFLINE is set" in problem.what
     (problem,) = checks.text(target, {"HF_ENDPOINT": "http://127.0.0.1:9"})
     assert "http://127.0.0.1:9" in problem.what
-    assert checks.text(build("llama3-debug", None, ["data.source=c4", "data.path=x"]), {}) == []
+    assert checks.text(build("llama3-debug", None, ["data.source=c4", f"data.path={tmp_path}"]), {}) == []
 
 
 @pytest.mark.parametrize(

@@ -281,7 +281,7 @@ def test_text_survives_toml(text: str) -> None:
     assert Config.model_validate(tomli.loads(dump.to_toml(config))) == config
 
 
-@pytest.mark.parametrize("number", [0.1, 1e-8, 3e-324, 1.7976931348623157e308, 1e16, 1.0, 2 / 3, float("inf")])
+@pytest.mark.parametrize("number", [0.1, 1e-8, 3e-324, 1.7976931348623157e308, 1e16, 1.0, 2 / 3])
 def test_floats_survive_toml(number: float) -> None:
     config = Config(optimizer=Optimizer(lr=number))
     assert Config.model_validate(tomli.loads(dump.to_toml(config))) == config

@@ -16,7 +16,7 @@ WHOLE = ["compile.strategy=whole", "compile.force=true", *COMPILED]
 
 def test_whole_model_2d_fails_at_the_embedding_as_reported(tmp_path: Path) -> None:
     """pytorch/torchtitan#534: the mask of the embedding that tensor parallel cuts."""
-    with pytest.raises(RankFailed, match=r"MaskPartial|Mixing fake modes|MaskBuffer"):
+    with pytest.raises(RankFailed, match=r"(?i)mask_?partial|mask_?buffer"):
         run_ranks(4, train_cell, [*TWO_D, *WHOLE], corpus(tmp_path), 1)
 
 

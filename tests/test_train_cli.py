@@ -82,6 +82,10 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[i
         (["--preset", "llama3-debug", "launch.gpu=H100-81"], 2, "H100-80"),
         (["--preset", "llama3-debug", "--run", "a/b"], 2, "letters, digits"),
         (["--preset", "llama3-debug", "tokenizer.path=/nowhere/t.model"], 3, "No such file"),
+        (["--preset", "llama3-debug", "tokenizer.name=gpt2"], 2, "llama3"),
+        (["--preset", "llama3-debug", "data.path=/nowhere"], 3, "data.path=/nowhere: no such file"),
+        (["--preset", "llama3-debug", "optimizer.lr=inf"], 2, "optimizer.lr must be"),
+        (["--preset", "llama3-debug", "--", "training.steps=3"], 2, "stand before --"),
         (["--preset", "llama3-debug", "model.vocab_size=512"], 3, "model.vocab_size=4096"),
         (["--preset", "llama3-debug", "parallelism.cp=2"], 3, "can be planned, not trained yet"),
         (["--preset", "dsv3-debug-ep"], 3, "can be planned, not trained yet"),
@@ -101,6 +105,36 @@ def test_a_refusal_has_its_code_and_says_what_to_do(
     assert not list(tmp_path.iterdir()), "a refused run leaves no folder"
 
 
+@pytest.mark.parametrize("name", ["TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"])
+def test_an_environment_that_turns_compile_off_is_refused(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "1")
+    code, err = refused(["train", "--preset", "llama3-debug", f"launch.runs_dir={tmp_path}"], capsys)
+    assert code == ExitCode.REFUSED
+    assert "compile.strategy=off" in err
+
+
+def test_inductor_without_a_compiler_is_refused_and_auto_is_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    words = ["train", "--preset", "llama3-debug", f"launch.runs_dir={tmp_path}"]
+    code, err = refused([*words, "compile.backend=inductor"], capsys)
+    assert code == ExitCode.REFUSED
+    assert "compile.backend=aot_eager" in err
+    assert main([*words, "compile.backend=auto", "--dry-run"]) == ExitCode.DONE
+    assert '"backend": "aot_eager"' in capsys.readouterr().out
+
+
+def test_a_folder_that_is_no_run_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").touch()
+    code, err = refused(["train", "--preset", "llama3-debug", "--run", "mine", f"launch.runs_dir={tmp_path}"], capsys)
+    assert code == ExitCode.USAGE
+    assert "is not a run" in err
+
+
 def test_an_8b_preset_without_anything_says_the_two_commands(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,7 +144,8 @@ def test_an_8b_preset_without_anything_says_the_two_commands(
     assert "needs 8 H100-80 GPUs" in err
     assert "HF_HUB_OFFLINE is set" in err
     begin = f"titan train --preset llama3-8b-2d launch.runs_dir={tmp_path}"
-    assert f"either  {begin} tokenizer.path=FOLDER/original/tokenizer.model data.path=FOLDER" in err
+    assert "hf download meta-llama/Llama-3.1-8B original/tokenizer.model" in err
+    assert f"either  {begin} tokenizer.path=llama3/original/tokenizer.model data.path=FOLDER" in err
     assert f"or      {begin} data.source=python-stdlib tokenizer.name=titan" in err
 
 
@@ -250,6 +285,7 @@ def test_a_signal_saves_and_stops(number: signal.Signals, code: int, runs: Path,
     status = records.read_json(run.status)
     assert (status["state"], status["saved_step"], status["exit"]) == ("stopped", last, code)
     assert f"step {last} is saved" in err
+    assert "a second one stops at once" in err
 
 
 @pytest.mark.slow
@@ -379,7 +415,7 @@ def test_a_worker_exception_names_rank_phase_and_log(runs: Path, text: Path) -> 
     (run.checkpoint(2) / ".metadata").write_bytes(b"not a checkpoint")
     code, err = titan(line(runs, text, "training.steps=3"))
     assert code == ExitCode.WORKER_EXCEPTION, err
-    for said in ("rank: 0", "step: 0, building", "rank-0000.log", "titan_cli/worker/checkpoint.py"):
+    for said in ("rank: 0", "step: 0, building", "rank-0000.log", "step-00000002 cannot be loaded", "delete its folder"):
         assert said in err
     assert "Traceback" in run.attempt(2).rank_log(0).read_text()
 

@@ -53,6 +53,9 @@ class Typed(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (without the program's name); the process's exit code. Prints errors, raises none."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # started with the stream closed: `titan ... >&-`
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115
     try:
         ours, torchrun_args = command_line.split(sys.argv[1:] if argv is None else argv)
         if torchrun_args and ours[:1] and ours[0] not in TAKES_TORCHRUN_ARGS:
@@ -405,6 +408,10 @@ def _unexpected(error: Exception) -> ExitCode:
         full = f"no space left to write {error.filename or 'the run folder'}"
         return _complain(TitanError(full, "free some space and repeat the line", ExitCode.UNEXPECTED))
 
+    if isinstance(error, OSError) and error.filename is not None:
+        return _complain(
+            TitanError(f"{error.filename}: {error.strerror}", "check the path and its permissions", ExitCode.REFUSED)
+        )
     traceback.print_exception(error, limit=-3)
     _say("error: titan did not expect this. Please report it, with the lines above and the command.")
     return ExitCode.UNEXPECTED

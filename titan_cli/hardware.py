@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,5 +88,5 @@ def _selected(pynvml: Any) -> list[Any]:
 
 
 def has_cxx_compiler() -> bool:
-    """Whether inductor can compile for the CPU: it needs g++ or clang++ ($CXX first)."""
-    return any(shutil.which(name) for name in (os.environ.get("CXX", ""), "g++", "clang++") if name)
+    """Whether inductor can compile for the CPU: it asks for $CXX and nothing else if that is set, else g++ (macOS: clang++)."""
+    return shutil.which(os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")) is not None

@@ -36,7 +36,8 @@ def python_files(root: Path) -> list[Path]:
     for folder, names, files in os.walk(root):
         # config-* and _sysconfigdata* hold the paths of the machine that built this interpreter.
         names[:] = [n for n in names if n not in LEFT_OUT and not n.startswith("config-")]  # os.walk descends into what stays
-        found += [Path(folder, f) for f in files if f.endswith(".py") and not f.startswith("_sysconfigdata")]
+        paths = (Path(folder, f) for f in files if f.endswith(".py") and not f.startswith("_sysconfigdata"))
+        found += [path for path in paths if path.is_file()]  # an editor's lock is a link to nothing
     return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 

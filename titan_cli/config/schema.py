@@ -18,7 +18,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 class Section(BaseModel):
     """One TOML table. Frozen; an unknown key is an error; a value of the wrong type is never converted."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Model(Section):

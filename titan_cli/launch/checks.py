@@ -6,9 +6,11 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 from titan_cli.config.derive import not_trained_yet
 from titan_cli.errors import ExitCode, TitanError
+from titan_cli.hardware import has_cxx_compiler
 from titan_cli.plan.target import Target
 from titan_cli.tokenizer.tokenizer import vocab_size
 
@@ -24,7 +26,14 @@ class Problem:
 
 def refuse(target: Target, command: str) -> None:
     """Raise one TitanError (refused, exit 3) with everything that is missing. `command` is the line to repeat in hints."""
-    problems = [*not_yet(target), *gpus(target), *memory(target), *tokenizer(target), *text(target, os.environ)]
+    problems = [
+        *not_yet(target),
+        *gpus(target),
+        *memory(target),
+        *compiler(target, os.environ),
+        *tokenizer(target),
+        *text(target, os.environ),
+    ]
     if problems:
         hints = [*dict.fromkeys(p.fix for p in problems if p.fix)]
         if supplies := [p.supply for p in problems if p.supply]:
@@ -84,15 +93,29 @@ def memory(target: Target) -> list[Problem]:
     ]
 
 
+def compiler(target: Target, environ: Mapping[str, str]) -> list[Problem]:
+    """Whether what the plan compiles can be compiled here."""
+    if not target.plan.wraps:
+        return []
+    off = [name for name in ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE") if environ.get(name, "0") not in ("", "0")]
+    if off:
+        return [Problem(f"{off[0]} is set, which turns torch.compile off", f"unset {off[0]}, or say so: compile.strategy=off")]
+    if target.device == "cpu" and target.plan.backend == "inductor" and not has_cxx_compiler():
+        what = "inductor needs a C++ compiler on a CPU, and there is no g++ (or what $CXX names)"
+        return [Problem(what, "install g++, or set compile.backend=aot_eager")]
+    return []
+
+
 def tokenizer(target: Target) -> list[Problem]:
     """Whether the tokenizer is here and its ids fit the embedding."""
     name, path = target.config.tokenizer.name, target.config.tokenizer.path
     try:
         size = vocab_size(name, path)
     except TitanError as error:
+        if error.code == ExitCode.USAGE:
+            raise
         if name == "llama3" and not path:
-            # Meta's file; the licence must be accepted on the model's page, so nothing can fetch it for the user.
-            return [Problem(error.message, supply="tokenizer.path=FOLDER/original/tokenizer.model")]
+            return [Problem(error.message, META, supply="tokenizer.path=llama3/original/tokenizer.model")]
         return [Problem(error.message, error.hint)]
     if size > target.model.vocab_size:
         what = f"the tokenizer {path or name} has {size} ids, more than model.vocab_size = {target.model.vocab_size}"
@@ -103,7 +126,9 @@ def tokenizer(target: Target) -> list[Problem]:
 def text(target: Target, environ: Mapping[str, str]) -> list[Problem]:
     """Whether streamed data can be reached from here."""
     data = target.config.data
-    if data.source != "c4" or data.path:
+    if data.path:
+        return _folder(Path(data.path), data.source)
+    if data.source != "c4":
         return []
     offline = next(
         (name for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE") if environ.get(name, "0") not in ("", "0")), None
@@ -115,6 +140,23 @@ def text(target: Target, environ: Mapping[str, str]) -> list[Problem]:
     return [Problem(f"data.source=c4 is streamed from {endpoint}, which cannot be reached: {why}", supply="data.path=FOLDER")]
 
 
+def _folder(path: Path, source: str) -> list[Problem]:
+    """Whether data.path is there and can be read."""
+    if not path.exists():
+        return [Problem(f"data.path={path}: no such file or folder")]
+    if source == "python-stdlib" and not path.is_dir():
+        return [Problem(f"data.path={path}: not a folder", "python-stdlib reads the *.py files below a folder")]
+    if not os.access(path, os.R_OK):
+        return [Problem(f"data.path={path}: cannot be read", "check its permissions")]
+    return []
+
+
+# The licence must be accepted on the model's page, so nothing can fetch it for the user.
+META = (
+    "Meta's tokenizer, once you have accepted the licence at huggingface.co/meta-llama/Llama-3.1-8B:\n"
+    "        hf download meta-llama/Llama-3.1-8B original/tokenizer.model --local-dir llama3"
+)
+
 # torchrun options that follow from the configuration, and what to set instead.
 _OURS = {"--nproc-per-node": "launch.gpus_per_node", "--nnodes": "launch.nodes", "--max-restarts": ""}
 
@@ -122,6 +164,9 @@ _OURS = {"--nproc-per-node": "launch.gpus_per_node", "--nnodes": "launch.nodes",
 def torchrun_arguments(arguments: Sequence[str]) -> None:
     """Raise TitanError for the user's torchrun arguments that contradict the plan or name a port that is taken."""
     words = [word.replace("_", "-") if word.startswith("--") else word for word in arguments]
+    for before, word in pairwise(["", *words]):
+        if not word.startswith("-") and (not before.startswith("-") or "=" in before):
+            raise TitanError(f"-- {word}: not a torchrun option", "options of the run stand before --; torchrun's begin with -")
     options = dict(word.partition("=")[::2] for word in words)
     options |= {name: value for name, value in pairwise(words) if name.startswith("--") and "=" not in name}
     for name, key in _OURS.items():

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -21,7 +21,7 @@ from titan_cli.errors import ExitCode
 from titan_cli.orphans import end_with_parent
 from titan_cli.runs import records
 from titan_cli.runs.folder import Attempt, RunFolder
-from titan_cli.runs.records import Tail
+from titan_cli.runs.records import Event, Tail
 
 POLL_S = 0.1
 HEARTBEAT_S = 5.0
@@ -73,8 +73,11 @@ class Signals:
 class Watcher:
     """One attempt's child process and everything that is read from its folder while it runs."""
 
-    def __init__(self, run: RunFolder, attempt: Attempt, ranks: int, screen: Screen, saved_step: int = 0) -> None:
+    def __init__(
+        self, run: RunFolder, attempt: Attempt, ranks: int, screen: Screen, saved_step: int = 0, again: str = ""
+    ) -> None:
         self.run, self.attempt, self.ranks, self.screen = run, attempt, ranks, screen
+        self.again = again  # the command that continues the run
         self.events = [Tail(attempt.rank_events(rank)) for rank in range(ranks)]
         self.metrics = Tail(run.metrics)
         self.metrics.read()  # what earlier attempts wrote was shown when they ran
@@ -109,6 +112,14 @@ class Watcher:
             self.exits[rank] = event["data"]["code"]
         if event["kind"] in ("phase", "alert", "signal") and (rank == 0 or event["level"] != "info"):
             records.append(self.run.events, event)
+
+    def acknowledge(self, number: int) -> None:
+        """Tell the person who pressed Ctrl-C that it was heard: a step or a warm-up can take minutes to end."""
+        when = "the warm-up" if self.phases[0] in ("starting", "building", "compiling") else "this step"
+        text = f"{signal.Signals(number).name}: stopping after {when} and saving; a second one stops at once"
+        event = Event("signal", text, self.attempt.number, phase="stopping")
+        records.append(self.run.events, event)
+        self.screen.feed([asdict(event)], [])
 
     def ask_to_stop(self) -> None:
         """SIGTERM to each worker, once; a worker that has not started yet is told when it has."""
@@ -168,12 +179,15 @@ def run_attempt(
             start_new_session=True,
             preexec_fn=partial(end_with_parent, os.getpid()),
         )
-    told, told_at = "", 0.0
+    told, told_at, heard = "", 0.0, False
     try:
         while child.poll() is None and forced is None:
             watcher.read()
             now = time.time()
             if signals.received:
+                if not heard:
+                    heard = True
+                    watcher.acknowledge(signals.received[0])
                 watcher.ask_to_stop()
             if len(signals.received) > 1:
                 forced = partial(_second_signal, watcher, signals)
@@ -218,8 +232,8 @@ def _second_signal(watcher: Watcher, signals: Signals) -> Ending:
     lost = watcher.step > watcher.saved_step or watcher.phases[0] == "running"
     interrupted = signals.received[0] == signal.SIGINT
     code = ExitCode.INTERRUPTED if interrupted else ExitCode.STOPPED_WITH_LOSS if lost else ExitCode.STOPPED
-    what = f"what followed step {watcher.saved_step} is lost" if lost else f"step {watcher.saved_step} is saved"
-    return Ending(code, f"stopped at once by a second signal; {what}; repeat the line to continue", step=watcher.step)
+    what = f"what followed step {watcher.saved_step} is lost" if lost else _saved(watcher)
+    return Ending(code, f"stopped at once by a second signal; {what}; to continue: {watcher.again}", step=watcher.step)
 
 
 def _hang(watcher: Watcher, late: list[int], warmup_timeout_s: float) -> Ending:
@@ -251,10 +265,9 @@ def _ending(watcher: Watcher, returncode: int, signals: Signals) -> Ending:
     if killed := _killed_rank(log):
         rank, number = killed
         name = signal.Signals(number).name
+        oom = "; if nobody sent it, look for the kernel's out-of-memory killer (dmesg)" if number == signal.SIGKILL else ""
         ending = _at_rank(watcher, rank, ExitCode.WORKER_KILLED, f"rank {rank} was killed by {name}")
-        return replace(
-            ending, hint="repeat the line to continue; if nobody sent it, look for the kernel's out-of-memory killer (dmesg)"
-        )
+        return replace(ending, hint=f"to continue: {watcher.again}" + oom)
     if errors:
         return _from_error(watcher, min(errors, key=lambda e: e["time"]))
     if signals.received and not watcher.workers:
@@ -268,12 +281,16 @@ def _ended_well(watcher: Watcher, signals: Signals) -> Ending:
     code = ExitCode(max(watcher.exits.values()))
     if code == ExitCode.DONE:
         return Ending(code, f"done at step {watcher.step}", step=watcher.step)
-    what = f"step {watcher.saved_step} is saved" if watcher.saved_step else "nothing new to save"
+    what = _saved(watcher)
     if code == ExitCode.STOPPED_WITH_LOSS:
         what = f"what followed step {watcher.saved_step} is lost (checkpoint.at_end=false)"
     if signals.received[:1] == [signal.SIGINT]:
         code = ExitCode.INTERRUPTED
-    return Ending(code, f"stopped, {what}; repeat the line to continue", step=watcher.step)
+    return Ending(code, f"stopped, {what}; to continue: {watcher.again}", step=watcher.step)
+
+
+def _saved(watcher: Watcher) -> str:
+    return f"step {watcher.saved_step} is saved" if watcher.saved_step else "nothing new to save"
 
 
 def _stuck(watcher: Watcher, errors: list[dict[str, Any]]) -> list[int]:
@@ -319,8 +336,8 @@ def _torchrun_failed(watcher: Watcher, log: str, returncode: int) -> Ending:
     path = str(watcher.attempt.torchrun_log)
     if returncode < 0:
         name = signal.Signals(-returncode).name
-        message = f"torchrun was killed by {name}; step {watcher.saved_step} is saved"
-        return Ending(ExitCode.WORKER_KILLED, message, "repeat the line to continue", step=watcher.step, log=path)
+        message = f"torchrun was killed by {name}; {_saved(watcher)}"
+        return Ending(ExitCode.WORKER_KILLED, message, f"to continue: {watcher.again}", step=watcher.step, log=path)
     if "EADDRINUSE" in log or "address already in use" in log.lower():
         return Ending(
             ExitCode.RENDEZVOUS, "the rendezvous port is in use", "choose another one, or leave it out for a free one", log=path

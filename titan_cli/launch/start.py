@@ -65,7 +65,7 @@ def resolve(request: Request) -> tuple[Target, RunFolder | None]:
     else:
         target = build(request.preset, request.config_file, request.overrides)
     changed = differences(load(config_file=str(run.config)).config, target.config)
-    if changed:
+    if changed and (committed_steps(run) or run.metrics.is_file()):  # before its first step a run is free to change
         lines = [f"  {key}: {old} in the run, {new} now" for key, (old, new) in changed.items()]
         keep = " ".join(f"{key}={old}" for key, (old, _) in changed.items() if old is not None)
         raise TitanError(
@@ -107,9 +107,11 @@ def start(request: Request, make_screen: MakeScreen) -> Ending:
             return Ending(ExitCode.DONE, f"{run.name} is at step {saved} already", f"training.steps={saved * 2} goes on")
         attempt = _next_attempt(run, target, request)
         with make_screen(target, run, attempt.number, saved) as screen, Signals().handled() as signals:
-            watcher = Watcher(run, attempt, target.world.world_size, screen, saved)
+            again = request.line() if request.run_name else f"titan train --run {run.name}{_elsewhere(target)}"
+            watcher = Watcher(run, attempt, target.world.world_size, screen, saved, again)
             write_status = _status_writer(run, target, attempt, watcher)
-            _note(run, attempt, "attempt", f"attempt {attempt.number} starts from step {saved}")
+            begin = _note(run, attempt, "attempt", f"{run.name}, attempt {attempt.number}, from step {saved + 1}")
+            screen.feed([begin], [])
             env = os.environ | command.environment(os.environ, target.device, target.world.ranks_per_node, os.cpu_count() or 1)
             argv = torchrun(run, target, request)
             ending = run_attempt(watcher, argv, env, signals, target.config.compile.warmup_timeout_s, write_status)
@@ -128,6 +130,11 @@ def start(request: Request, make_screen: MakeScreen) -> Ending:
             )
             screen.feed([event], [])
     return ending
+
+
+def _elsewhere(target: Target) -> str:
+    runs_dir = target.config.launch.runs_dir
+    return "" if runs_dir == "runs" else f" launch.runs_dir={shlex.quote(runs_dir)}"
 
 
 # What status.json says after an ending; any other exit code is a failure.
@@ -149,7 +156,7 @@ def dry_run(request: Request) -> str:
     Needs none of the hardware; what the machine lacks is said, not refused.
     """
     target, run = resolve(request)
-    run = run or RunFolder(Path(target.config.launch.runs_dir) / (request.run_name or _new_name(target)))
+    run = run or RunFolder(Path(target.config.launch.runs_dir).expanduser() / (request.run_name or _new_name(target)))
     env = command.environment(os.environ, target.device, target.world.ranks_per_node, os.cpu_count() or 1)
     parts = [
         dump.to_toml(target.config, {key: str(origin) for key, origin in target.origins.items()}),
@@ -244,6 +251,8 @@ def _fork(request: Request) -> Path:
 def _create(target: Target, name: str | None) -> RunFolder:
     runs_dir = Path(target.config.launch.runs_dir).expanduser()
     run = RunFolder(runs_dir / (name or _new_name(target)))
+    if run.path.is_dir() and any(run.path.iterdir()) and not run.lock.is_file():
+        raise TitanError(f"{run.path} exists and is not a run", "choose another --run NAME")
     try:
         run.path.mkdir(parents=True, exist_ok=True)
         run.lock.touch()
@@ -257,7 +266,8 @@ def _create(target: Target, name: str | None) -> RunFolder:
 
 
 def _new_name(target: Target) -> str:
-    return f"{target.name}-{time.strftime('%y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", target.name).strip("-.") or "run"  # one that --run accepts
+    return f"{name}-{time.strftime('%y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
 def _next_attempt(run: RunFolder, target: Target, request: Request) -> Attempt:

@@ -69,8 +69,8 @@ def whole_tp_embedding(facts: Facts, wrapping: Wrapping) -> Finding | None:
     """Never compile the whole model around an embedding that tensor parallelism cuts by vocabulary.
 
     FSDP's graph breaks leave the embedding's output hook to be compiled alone, apart from the lookup that made its mask.
-    torch up to 2.11 says "Dynamo failed to run FX node with fake tensors ... _MaskPartial", 2.13 and 2.14 say "Mixing fake
-    modes NYI". Compiling blocks, with the embedding eager and waited for, has none of it.
+    What torch says differs: "... fake tensors ... _MaskPartial", "Mixing fake modes NYI", "Please convert all Tensors to
+    FakeTensors first", always below the mask's buffer. Compiling blocks, with the embedding eager, has none of it.
     """
     if wrapping.strategy != "whole" or facts.tp == 1:
         return None

@@ -51,9 +51,7 @@ def build(
     gpu = planned_gpu(config.launch.gpu)
     visible = () if config.launch.gpu == "cpu" else hardware.visible_gpus()
     world = resolve(config, len(visible))
-    # The batch is part of what a run is: a continuation on other hardware must not derive another one.
-    batch = config.training.model_copy(update={"global_batch_size": world.global_batch_size})
-    config = config.model_copy(update={"training": batch})
+    config = fixed(config, world)
     facts = make_facts(config, world, gpu, visible, planned_torch(torch))
     plan = make_plan(facts, config.compile.strategy, config.compile.force, without)
     model = model_config(config)
@@ -61,6 +59,16 @@ def build(
     states = fit.states(model.shapes(), world, cuts.TP_PLAN, cuts.CUT_DIM, config.training.dtype)
     name = Path(preset).stem if preset else "config"
     return Target(name, config, loaded.origins, world, model, gpu, visible, facts, plan, states)
+
+
+def fixed(config: Config, world: Resolved) -> Config:
+    """The configuration with what a continuation on other hardware, or from another folder, must not read differently."""
+    paths = {
+        name: str(Path(path).expanduser().absolute()) for name in ("data", "tokenizer") if (path := getattr(config, name).path)
+    }
+    changed = {name: getattr(config, name).model_copy(update={"path": path}) for name, path in paths.items()}
+    batch = config.training.model_copy(update={"global_batch_size": world.global_batch_size})
+    return config.model_copy(update={**changed, "training": batch})
 
 
 def planned_torch(asked: str | None) -> Version:

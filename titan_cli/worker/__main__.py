@@ -18,6 +18,8 @@ from titan_cli.worker.stop import StopRequest
 def main() -> int:
     """Run the rank that torchrun's environment names. Returns the process's exit status: 0 unless it failed."""
     run, rank = RunFolder(Path(sys.argv[1])), int(os.environ["RANK"])
+    if not run.attempts():
+        sys.exit(f"{run.path} is not a run: `titan train` makes the folder that a worker reads")
     attempt = run.attempts()[-1]
     redirect(attempt.rank_log(rank))
     stop = StopRequest()
@@ -35,7 +37,10 @@ def main() -> int:
     except BaseException as exception:
         code = ExitCode.WORKER_EXCEPTION
         try:
-            sys.excepthook(type(exception), exception, exception.__traceback__)
+            if isinstance(exception, TitanError):
+                print(f"error: {exception.message}\n{exception.hint}", file=sys.stderr)
+            else:
+                sys.excepthook(type(exception), exception, exception.__traceback__)
             sys.stderr.flush()
             code, peer = classify(exception)
             report.error(exception, code, peer)

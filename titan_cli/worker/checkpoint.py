@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,17 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> di
     """Fill model and optimizer from a committed checkpoint, of any layout of the same model. Returns the saved state."""
     weights, moments = get_state_dict(model, optimizer)
     content: dict[str, Any] = {"model": weights, "optimizer": moments}
-    state_dict_loader.load(content, checkpoint_id=folder)
+    try:
+        state_dict_loader.load(content, checkpoint_id=folder)
+    except Exception as error:  # torch, pickle and the file system each raise their own; the log has all of it
+        traceback.print_exc()
+        last = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+        raise TitanError(
+            f"the checkpoint {folder} cannot be loaded: {last.strip()[:200]}",
+            "if it is damaged, delete its folder to go on from the one before; if it is another run's (--fork), "
+            "its model must have the same dimensions",
+            ExitCode.WORKER_EXCEPTION,
+        ) from error
     set_state_dict(model, optimizer, model_state_dict=content["model"], optim_state_dict=content["optimizer"])
     return records.read_json(folder / COMMIT_MARKER)
 

@@ -46,7 +46,7 @@ class Reporter:
             "type": type(exception).__name__,
             "message": exception.message if isinstance(exception, TitanError) else str(exception)[:4000],
             "hint": exception.hint if isinstance(exception, TitanError) else "",
-            "where": own_line(frames),
+            "where": "" if isinstance(exception, TitanError) else own_line(frames),
             "traceback": "".join(traceback.format_exception(exception)),
         }
         records.write_json(self.attempt.rank_error(self.rank), content)
