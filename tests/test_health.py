@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,11 @@ import pytest
 from tests.cells import corpus
 from tests.ranks import RankFailed, run_ranks
 from titan_cli.errors import ExitCode
+from titan_cli.plan.facts import parse_version
 from titan_cli.runs import records
 from titan_cli.runs.folder import RunFolder
+
+KEEPS_GRADIENT = parse_version(version("torch")) < (2, 12, 0)
 
 FIXED = (
     "training.seq_len=32", "training.global_batch_size=4", "training.dtype=float32", "launch.gpu=cpu", "training.steps=4",
@@ -116,9 +120,14 @@ def test_a_healthy_run_counts_everything(tmp_path: Path) -> None:
     ("plant", "overrides", "says"),
     [
         (per_layer_int, [], "2 graphs instead of 1 for dense blocks (train)"),
-        (cut_off, [], "layers.0.feed_forward.w3.weight has no gradient"),
+        pytest.param(cut_off, [], "layers.0.feed_forward.w3.weight has no gradient", marks=pytest.mark.slow),
         pytest.param(other_shape_at_step_3, [], "recompiled layers.0", marks=pytest.mark.slow),
-        (unwaited_embedding, ["parallelism.tp=2"], "the gradient of tok_embeddings.weight is exactly zero"),
+        pytest.param(
+            unwaited_embedding,
+            ["parallelism.tp=2"],
+            "the gradient of tok_embeddings.weight is exactly zero",
+            marks=pytest.mark.skipif(KEEPS_GRADIENT, reason="torch 2.11 keeps the gradient"),
+        ),
     ],
 )
 def test_a_planted_fault_is_an_alert_and_stops_a_strict_run(
@@ -151,6 +160,8 @@ def test_check_gradients_compares_every_parameter(tmp_path: Path) -> None:
     first, second = events(tmp_path / "whole", "gradient_audit")
     assert first.startswith("21/21 compiled gradients equal eager ones")
     assert second == "21/21 gradients alive"
+    if KEEPS_GRADIENT:
+        return
     words += ["parallelism.tp=2"]
     assert run_ranks(2, train, unwaited_embedding, words, tmp_path / "wrong") == [ExitCode.COMPILE_HEALTH] * 2
     assert "compiled gradient of tok_embeddings.weight differs from eager by 1.0e+00" in events(tmp_path / "wrong", "alert")[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from titan_cli import hardware
 from titan_cli.errors import TitanError
 from titan_cli.launch import checks, command
 from titan_cli.launch.process import LogTail, _killed_rank
+from titan_cli.models.llama3.config import FLAVORS
 from titan_cli.plan.target import build
 
 
@@ -107,6 +109,15 @@ def test_offline_is_found_without_asking_the_network(tmp_path: Path) -> None:
 )
 def test_the_peak_of_a_device(device: str, peak: float | None) -> None:
     assert hardware.peak_tflops(device) == peak
+
+
+def test_mfu_is_a_share_of_the_devices_peak() -> None:
+    # Llama 3 8B's width in 8 layers: 6 x (2.795 B parameters - 0.525 B of the embedding) + 6 x 8 x 32 x 256 x 8,192
+    flops = replace(FLAVORS["8b"], n_layers=8).flops_per_token(8192)
+    assert flops == pytest.approx(6 * 2.2705e9 + 6 * 8 * 32 * 256 * 8192, rel=1e-3)
+    assert hardware.mfu(34_865, flops, "NVIDIA H200") == pytest.approx(34_865 * flops / 989e12)
+    assert hardware.mfu(34_865, flops, "NVIDIA H200") == pytest.approx(0.594, abs=0.001)
+    assert hardware.mfu(34_865, flops, "cpu") is None
 
 
 def test_devices_are_known_by_name() -> None:

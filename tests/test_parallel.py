@@ -45,7 +45,7 @@ def one_rank(data: Path) -> dict[str, Trained]:
 
 
 @pytest.mark.parametrize(
-    "layout", ["fsdp", "tp", "2d", *(pytest.param(n, marks=pytest.mark.slow) for n in ("replicate", "hsdp"))]
+    "layout", ["fsdp", "2d", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tp", "replicate", "hsdp"))]
 )
 def test_a_layout_trains_as_one_rank_does(layout: str, data: Path, one_rank: dict[str, Trained]) -> None:
     world, degrees = LAYOUTS[layout]

@@ -70,7 +70,7 @@ def losses(folder: Path) -> dict[int, Any]:
     return {m["step"]: (m["loss"], m["grad_norm"], m.get("val_loss")) for m in metrics}
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_continued_run_is_bit_equal(world: int, tmp_path: Path) -> None:
     data = corpus(tmp_path)
     cells = [
@@ -95,6 +95,7 @@ def other_layout(overrides: list[str], folder: Path) -> None:
     run_worker(overrides, folder)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_continues_under_another_layout(tmp_path: Path) -> None:
     data = corpus(tmp_path)
     saved = [f"data.path={data}", "compile.backend=aot_eager"]

@@ -40,6 +40,12 @@ def peak_tflops(device_name: str) -> float | None:
     return next((gpu.peak_tflops for gpu in GPUS if gpu.name.split("-")[0] in words), None)
 
 
+def mfu(tok_per_s_per_device: float, flops_per_token: int, device_name: str) -> float | None:
+    """Model FLOPs utilisation, a share of the device's dense bf16 peak (PaLM, 2204.02311); None on an unknown device."""
+    peak = peak_tflops(device_name)
+    return tok_per_s_per_device * flops_per_token / (peak * 1e12) if peak else None
+
+
 @dataclass(frozen=True)
 class Visible:
     """One GPU that a process started here would see."""

@@ -111,7 +111,8 @@ def start(request: Request, make_screen: MakeScreen) -> Ending:
             watcher = Watcher(run, attempt, target.world.world_size, screen, saved, again)
             write_status = _status_writer(run, target, attempt, watcher)
             begin = _note(run, attempt, "attempt", f"{run.name}, attempt {attempt.number}, from step {saved + 1}")
-            screen.feed([begin], [])
+            warnings = [_note(run, attempt, "alert", note, level="warn") for note in target.plan.notes]
+            screen.feed([begin, *warnings], [])
             env = os.environ | command.environment(os.environ, target.device, target.world.ranks_per_node, os.cpu_count() or 1)
             argv = torchrun(run, target, request)
             ending = run_attempt(watcher, argv, env, signals, target.config.compile.warmup_timeout_s, write_status)

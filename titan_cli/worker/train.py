@@ -409,9 +409,7 @@ class Trainer:
         rate_s = self.tokens_per_step / mean(window.timed_s) if window.timed_s else None
         device_rate = rate_s / self.world.world_size if rate_s else None
         flops = model_config(self.config).flops_per_token(self.config.training.seq_len)
-        tflops = device_rate * flops / 1e12 if device_rate else None
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
-        best = hardware.peak_tflops(name)
         slowest = max(range(len(times)), key=times.__getitem__)
         return {
             "schema": 1,
@@ -424,8 +422,8 @@ class Trainer:
             "tokens": self.step * self.tokens_per_step,
             "tok_per_s": rate_s,
             "tok_per_s_per_device": device_rate,
-            "mfu": tflops / best if tflops and best else None,
-            "tflops_per_device": tflops,
+            "mfu": hardware.mfu(device_rate, flops, name) if device_rate else None,
+            "tflops_per_device": device_rate * flops / 1e12 if device_rate else None,
             "memory_peak_gib": max(peaks),
             "memory_reserved_gib": max(reserves),
             "data_wait_s": mean(window.data_wait_s),
