@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from titan_cli.errors import ExitCode, TitanError
@@ -34,7 +35,7 @@ def save(
     weights, moments = get_state_dict(model, optimizer)
     try:
         state_dict_saver.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
-    except Exception as error:  # raised on every rank, whichever could not write
+    except (Exception, CheckpointException) as error:  # raised on every rank, whichever could not write
         if "No space left on device" not in str(error):
             raise
         if dist.get_rank() == 0:
@@ -56,7 +57,7 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> di
     content: dict[str, Any] = {"model": weights, "optimizer": moments}
     try:
         state_dict_loader.load(content, checkpoint_id=folder)
-    except Exception as error:  # torch, pickle and the file system each raise their own; the log has all of it
+    except (Exception, CheckpointException) as error:  # (torch's is a BaseException) the log has all of it
         traceback.print_exc()
         last = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
         raise TitanError(
