@@ -111,7 +111,8 @@ class Watcher:
         if event["kind"] == "exit":
             self.exits[rank] = event["data"]["code"]
         if event["kind"] in ("phase", "alert", "signal") and (rank == 0 or event["level"] != "info"):
-            records.append(self.run.events, event)
+            with contextlib.suppress(OSError):  # as for the heartbeat
+                records.append(self.run.events, event)
 
     def acknowledge(self, number: int) -> None:
         """Tell the person who pressed Ctrl-C that it was heard: a step or a warm-up can take minutes to end."""
@@ -196,7 +197,8 @@ def run_attempt(
             state = "stopping" if signals.received else watcher.phases[0]
             if state != told or now - told_at > HEARTBEAT_S:
                 told, told_at = state, now
-                heartbeat(state)
+                with contextlib.suppress(OSError):  # a full disk: the rank that cannot save says so, and why
+                    heartbeat(state)
             watcher.screen.tick(now)
             time.sleep(POLL_S)
         if forced is None and child.returncode:

@@ -27,7 +27,7 @@ from titan_cli.launch.process import Ending, Screen, Signals, Watcher, run_attem
 from titan_cli.plan.target import Target, build
 from titan_cli.runs import records
 from titan_cli.runs.folder import Attempt, RunFolder, committed_steps
-from titan_cli.runs.records import Event
+from titan_cli.runs.records import Event, Phase
 
 
 @dataclass(frozen=True)
@@ -116,20 +116,7 @@ def start(request: Request, make_screen: MakeScreen) -> Ending:
             env = os.environ | command.environment(os.environ, target.device, target.world.ranks_per_node, os.cpu_count() or 1)
             argv = torchrun(run, target, request)
             ending = run_attempt(watcher, argv, env, signals, target.config.compile.warmup_timeout_s, write_status)
-            state = STATES.get(ending.code, "failed")
-            write_status(state, exit=int(ending.code), message=ending.message)
-            level = "alert" if state == "failed" else "info"
-            event = _note(
-                run,
-                attempt,
-                "exit",
-                ending.message,
-                level=level,
-                phase=state,
-                step=ending.step,
-                data={"code": int(ending.code)},
-            )
-            screen.feed([event], [])
+            screen.feed([_write_ending(run, attempt, ending, write_status)], [])
     return ending
 
 
@@ -138,8 +125,20 @@ def _elsewhere(target: Target) -> str:
     return "" if runs_dir == "runs" else f" launch.runs_dir={shlex.quote(runs_dir)}"
 
 
+def _write_ending(run: RunFolder, attempt: Attempt, ending: Ending, write_status: Callable[..., None]) -> dict[str, Any]:
+    """The last status and event; returns the event. The terminal gets it also when the disk is full."""
+    state = STATES.get(ending.code, "failed")
+    level: Any = "alert" if state == "failed" else "info"
+    code = {"code": int(ending.code)}
+    event = Event("exit", ending.message, attempt.number, level=level, phase=state, step=ending.step, data=code)
+    with contextlib.suppress(OSError):
+        write_status(state, exit=int(ending.code), message=ending.message)
+        records.append(run.events, event)
+    return asdict(event)
+
+
 # What status.json says after an ending; any other exit code is a failure.
-STATES = {
+STATES: dict[ExitCode, Phase] = {
     ExitCode.DONE: "done",
     ExitCode.STOPPED: "stopped",
     ExitCode.INTERRUPTED: "stopped",

@@ -11,7 +11,7 @@ from pathlib import Path
 from titan_cli.errors import ExitCode, TitanError
 from titan_cli.orphans import end_with_parent
 from titan_cli.runs.folder import RunFolder
-from titan_cli.worker.report import Reporter
+from titan_cli.worker.report import Reporter, lost_peer
 from titan_cli.worker.stop import StopRequest
 
 
@@ -86,9 +86,7 @@ def classify(exception: BaseException) -> tuple[ExitCode, bool]:
         return ExitCode.HANG, True
     if isinstance(exception, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator: can't allocate memory" in text:
         return ExitCode.OUT_OF_MEMORY, False
-    lost_peer = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Read error", "remote process exited")
-    peer = isinstance(exception, dist.DistError) or any(words in text for words in lost_peer)
-    return ExitCode.WORKER_EXCEPTION, peer
+    return ExitCode.WORKER_EXCEPTION, isinstance(exception, dist.DistError) or lost_peer(exception)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from titan_cli.errors import ExitCode, TitanError
 from titan_cli.runs import records
 from titan_cli.runs.folder import COMMIT_MARKER, RunFolder, committed_steps
+from titan_cli.worker.report import lost_peer
+
+NO_SPACE_BYTES = 2**20
 
 
 def save(
@@ -36,7 +39,8 @@ def save(
     try:
         state_dict_saver.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
     except (Exception, CheckpointException) as error:  # raised on every rank, whichever could not write
-        if "No space left on device" not in str(error):
+        # torch's zip writer hides the reason ("unexpected pos"), so ask the disk.
+        if "No space left on device" not in str(error) and shutil.disk_usage(folder).free > NO_SPACE_BYTES:
             raise
         if dist.get_rank() == 0:
             _delete_torn(run)
@@ -58,6 +62,8 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> di
     try:
         state_dict_loader.load(content, checkpoint_id=folder)
     except (Exception, CheckpointException) as error:  # (torch's is a BaseException) the log has all of it
+        if lost_peer(error):
+            raise
         traceback.print_exc()
         last = str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
         raise TitanError(

@@ -52,6 +52,12 @@ class Reporter:
         records.write_json(self.attempt.rank_error(self.rank), content)
 
 
+def lost_peer(exception: BaseException) -> bool:
+    """Whether this only shows that another rank is gone: gloo and NCCL say so in their messages alone."""
+    words = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Read error", "remote process exited")
+    return any(word in str(exception) for word in words)
+
+
 def own_line(frames: traceback.StackSummary) -> str:
     """The innermost line of our or the user's code: ".../models/llama3/model.py:57 in forward: x = ..."."""
     for frame in reversed(frames):
