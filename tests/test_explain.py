@@ -10,7 +10,7 @@ import pytest
 
 from titan_cli import hardware
 from titan_cli.cli import main
-from titan_cli.config import presets
+from titan_cli.config import dump, layers, presets
 from titan_cli.plan import explain
 from titan_cli.plan.cells import CELLS
 
@@ -103,6 +103,16 @@ def test_a_wrong_question_is_a_usage_error(arguments: list[str], says: str, caps
     code, out, err = run(arguments, capsys)
     assert (code, out) == (2, "")
     assert says in err
+
+
+def test_an_existing_run_is_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "config.toml").write_text(dump.to_toml(layers.load("llama3-debug-2d").config))
+    code, out, _ = run(["--run", "mine", f"launch.runs_dir={tmp_path}", "--torch", "2.13.0"], capsys)
+    assert code == 0
+    assert out.splitlines()[0] == "mine on 4 x CPU: dp_shard 2 x tp 2, torch 2.13.0"
+    assert "tp-embedding-wait" in out
 
 
 def test_without_a_preset_one_line_for_each(capsys: pytest.CaptureFixture[str]) -> None:
