@@ -75,6 +75,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[i
     [
         (["--preset", "lama3-debug"], 2, "llama3-debug"),
         ([], 2, "titan train --preset debug"),
+        (["llama3-1b"], 2, "titan train --preset llama3-1b"),
         (["--preset", "llama3-debug", "training.step=3"], 2, "training.steps"),
         (["--preset", "llama3-debug", "training.steps=many"], 2, "training.steps must be"),
         (["--preset", "llama3-debug", "parallelism.dp_shard=3", "launch.gpus_per_node=2"], 2, "dp_shard"),

@@ -189,6 +189,8 @@ def _check(source: _Source) -> list[str]:
 
 def _problem(source: _Source, path: tuple[str, ...], kind: str, value: Any) -> str:
     where = source.origin(*path).place
+    if path[-1] == "extends":
+        return f"{where}: extends stands above the first [section]\n    Move the line to the top of the file."
     if kind == "extra_forbidden":
         return _unknown(where, ".".join(path), is_section=len(path) == 1 and isinstance(value, dict))
     if len(path) == 1:

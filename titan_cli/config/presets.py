@@ -41,6 +41,7 @@ def shown(path: Path) -> str:
 def copy(name: str, dest: Path) -> Path:
     """Write the preset's text to `dest`, a file or an existing folder. Raises TitanError rather than overwrite."""
     source = find(name)
+    dest = dest.expanduser()
     target = dest / source.name if dest.is_dir() else dest
     if target.suffix != ".toml":
         raise TitanError(

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from titan_cli import __version__
-from titan_cli.config import dump
+from titan_cli.config import dump, presets
 from titan_cli.config.layers import load
 from titan_cli.config.schema import Config
 from titan_cli.errors import ExitCode, TitanError
@@ -57,7 +57,8 @@ def resolve(request: Request) -> tuple[Target, RunFolder | None]:
     if run is None:
         if request.preset is None and request.config_file is None:
             known = f"there is no run {request.run_name}, and no" if request.run_name else "no"
-            raise TitanError(f"{known} preset was named", "titan train --preset debug    (`titan presets ls` lists them)")
+            meant = next((word for word in request.overrides if word in presets.names()), "debug")
+            raise TitanError(f"{known} preset was named", f"titan train --preset {meant}    (`titan presets ls` lists them)")
         return build(request.preset, request.config_file, request.overrides), None
     if request.preset is None and request.config_file is None:
         name = records.read_json(run.status).get("preset", run.name)
