@@ -11,9 +11,10 @@ import pytest
 from titan_cli import hardware
 from titan_cli.errors import TitanError
 from titan_cli.launch import checks, command
-from titan_cli.launch.process import LogTail, _killed_rank
+from titan_cli.launch.process import _killed_rank
 from titan_cli.models.llama3.config import FLAVORS
 from titan_cli.plan.target import build
+from titan_cli.runs.records import LogTail
 
 
 def test_the_command_line() -> None:
@@ -61,7 +62,7 @@ def test_the_killed_rank_is_read_from_torchruns_report() -> None:
 
 def test_a_flooded_log_gives_its_last_lines_only(tmp_path: Path) -> None:
     path = tmp_path / "rank.log"
-    tail = LogTail(path, keep_bytes=100)
+    tail = LogTail(path, at_most=100)
     assert tail.read() == []
     path.write_text("".join(f"line {i}\n" for i in range(10_000)))
     assert tail.read()[-1] == "line 9999"

@@ -21,8 +21,6 @@ from titan_cli.errors import ExitCode, TitanError
 
 if TYPE_CHECKING:
     from titan_cli.config.options import Option
-
-if TYPE_CHECKING:
     from titan_cli.dashboard.screen import Screen
     from titan_cli.launch.process import Ending
     from titan_cli.plan.explain import Line

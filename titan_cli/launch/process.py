@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
@@ -21,10 +20,11 @@ from titan_cli.errors import ExitCode
 from titan_cli.orphans import end_with_parent
 from titan_cli.runs import records
 from titan_cli.runs.folder import Attempt, RunFolder
-from titan_cli.runs.records import Event, Tail
+from titan_cli.runs.records import Event, LogTail, Tail
 
 POLL_S = 0.1
 HEARTBEAT_S = 5.0
+LOG_BYTES = 65536  # of the log that are read at once; a flood is skipped
 ORPHANS_S = 60.0
 
 
@@ -81,7 +81,7 @@ class Watcher:
         self.events = [Tail(attempt.rank_events(rank)) for rank in range(ranks)]
         self.metrics = Tail(run.metrics)
         self.metrics.read()  # what earlier attempts wrote was shown when they ran
-        self.log = LogTail(attempt.rank_log(0))
+        self.log = LogTail(attempt.rank_log(0), at_most=LOG_BYTES)
         self.workers: dict[int, psutil.Process] = {}
         self.told: set[int] = set()
         self.phases = dict.fromkeys(range(ranks), "starting")
@@ -134,26 +134,6 @@ class Watcher:
         """Ranks that are not training although the attempt began longer ago than warming up may take."""
         slow = ("starting", "building", "compiling")
         return [r for r, phase in self.phases.items() if phase in slow] if now - self.begun > warmup_timeout_s else []
-
-
-class LogTail:
-    """Whole lines that were added to a text file since the last call; the last ones only, if there are many."""
-
-    def __init__(self, path: Path, keep_bytes: int = 65536) -> None:
-        self.path, self.keep_bytes, self._offset = path, keep_bytes, 0
-
-    def read(self) -> list[str]:
-        try:
-            with self.path.open("rb") as file:
-                end = file.seek(0, os.SEEK_END)
-                self._offset = max(self._offset, end - self.keep_bytes)
-                file.seek(self._offset)
-                chunk = file.read()
-        except FileNotFoundError:
-            return []
-        whole = chunk[: chunk.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return whole.decode(errors="replace").splitlines()
 
 
 def run_attempt(

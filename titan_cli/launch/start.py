@@ -26,7 +26,7 @@ from titan_cli.launch import checks, command
 from titan_cli.launch.process import Ending, Screen, Signals, Watcher, run_attempt
 from titan_cli.plan.target import Target, build
 from titan_cli.runs import records
-from titan_cli.runs.folder import Attempt, RunFolder, committed_steps
+from titan_cli.runs.folder import Attempt, RunFolder, committed_steps, last_committed
 from titan_cli.runs.records import Event, Phase
 
 
@@ -103,7 +103,7 @@ def start(request: Request, make_screen: MakeScreen) -> Ending:
             f"--fork {request.fork}: the run {run.name} exists and began from {began}", "choose another --run NAME"
         )
     with lock(run):
-        saved = (committed_steps(run) or [0])[-1]
+        saved = last_committed(run)
         if saved >= target.config.training.steps:
             return Ending(ExitCode.DONE, f"{run.name} is at step {saved} already", f"training.steps={saved * 2} goes on")
         attempt = _next_attempt(run, target, request)
@@ -114,7 +114,7 @@ def start(request: Request, make_screen: MakeScreen) -> Ending:
             begin = _note(run, attempt, "attempt", f"{run.name}, attempt {attempt.number}, from step {saved + 1}")
             warnings = [_note(run, attempt, "alert", note, level="warn") for note in target.plan.notes]
             screen.feed([begin, *warnings], [])
-            env = os.environ | command.environment(os.environ, target.device, target.world.ranks_per_node, os.cpu_count() or 1)
+            env = os.environ | environment(target)
             argv = torchrun(run, target, request)
             ending = run_attempt(watcher, argv, env, signals, target.config.compile.warmup_timeout_s, write_status)
             screen.feed([_write_ending(run, attempt, ending, write_status)], [])
@@ -151,6 +151,10 @@ def torchrun(run: RunFolder, target: Target, request: Request) -> list[str]:
     return command.torchrun(run.path.absolute(), target.world, request.torchrun_args)
 
 
+def environment(target: Target) -> dict[str, str]:
+    return command.environment(os.environ, target.device, target.world.ranks_per_node, os.cpu_count() or 1)
+
+
 def dry_run(request: Request) -> str:
     """What `start` would do, as TOML with comments: configuration, derived numbers, plan, command, environment.
 
@@ -158,14 +162,13 @@ def dry_run(request: Request) -> str:
     """
     target, run = resolve(request)
     run = run or RunFolder(Path(target.config.launch.runs_dir).expanduser() / (request.run_name or _new_name(target)))
-    env = command.environment(os.environ, target.device, target.world.ranks_per_node, os.cpu_count() or 1)
     parts = [
         dump.to_toml(target.config, {key: str(origin) for key, origin in target.origins.items()}),
         _section("derived", [f"{name}: {rule}" for name, rule in target.world.rules.items()]),
         _section("memory", [target.states.sentence() + ", before activations"]),
         _section("plan", json.dumps(target.plan.to_json(), indent=2).splitlines()),
         _section("command", [shlex.join(torchrun(run, target, request))]),
-        _section("environment", [f"{name}={value}" for name, value in env.items()]),
+        _section("environment", [f"{name}={value}" for name, value in environment(target).items()]),
     ]
     try:
         checks.refuse(target, shlex.join(["titan", *request.typed]))
@@ -219,10 +222,9 @@ def _existing(request: Request) -> RunFolder | None:
         return None
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", request.run_name):
         raise TitanError(f"--run {request.run_name}: not a name", "use letters, digits, dots, dashes and underscores")
-    # The folder of runs may itself be set by a layer, so it is read before the run's own configuration is.
-    runs_dir = load(request.preset, request.config_file, request.overrides).config.launch.runs_dir
+    runs_dir = _runs_dir(request)
     # `latest` is a link to a run: its own name is what counts.
-    run = RunFolder((Path(runs_dir).expanduser() / request.run_name).resolve())
+    run = RunFolder((runs_dir / request.run_name).resolve())
     if run.config.is_file():
         return run
     if request.run_name == "latest":
@@ -230,11 +232,15 @@ def _existing(request: Request) -> RunFolder | None:
     return None
 
 
+def _runs_dir(request: Request) -> Path:
+    """The folder of runs. A layer may set it, so it is read before a run's own configuration is."""
+    return Path(load(request.preset, request.config_file, request.overrides).config.launch.runs_dir).expanduser()
+
+
 def _fork(request: Request) -> Path:
     """The checkpoint that --fork OLD[@STEP] names."""
     name, _, step = str(request.fork).partition("@")
-    runs_dir = load(request.preset, request.config_file, request.overrides).config.launch.runs_dir
-    old = RunFolder(Path(runs_dir).expanduser() / name)
+    old = RunFolder(_runs_dir(request) / name)
     steps = committed_steps(old)
     wanted = int(step) if step.isdigit() else steps[-1] if steps and not step else None
     if wanted not in steps:

@@ -120,6 +120,11 @@ def committed_steps(run: RunFolder) -> list[int]:
     return sorted(int(m.group(1)) for m, p in found if _committed(p / COMMIT_MARKER))
 
 
+def last_committed(run: RunFolder) -> int:
+    """The step of the newest committed checkpoint; 0: there is none."""
+    return (committed_steps(run) or [0])[-1]
+
+
 def _committed(marker: Path) -> bool:
     try:
         return "step" in json.loads(marker.read_text())

@@ -59,24 +59,41 @@ def read(path: Path) -> list[dict[str, Any]]:
     return Tail(path).read()
 
 
-class Tail:
-    """Follows a JSON-lines file that another process appends to."""
+class Lines:
+    """Follows a file that another process appends lines to; with `at_most` bytes, only the end of what was added."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._offset = 0
+    def __init__(self, path: Path, at_most: int | None = None) -> None:
+        self.path, self.at_most, self._offset = path, at_most, 0
 
-    def read(self) -> list[dict[str, Any]]:
-        """Records that became complete since the last call."""
+    def read_bytes(self) -> bytes:
+        """Whole lines that were added since the last call; nothing if there is no file yet."""
         try:
             with self.path.open("rb") as file:
+                if self.at_most is not None:
+                    self._offset = max(self._offset, file.seek(0, os.SEEK_END) - self.at_most)
                 file.seek(self._offset)
                 chunk = file.read()
         except FileNotFoundError:
-            return []
+            return b""
         whole = chunk[: chunk.rfind(b"\n") + 1]
         self._offset += len(whole)
-        return [record for line in whole.splitlines() if (record := _parse(line)) is not None]
+        return whole
+
+
+class Tail(Lines):
+    """Follows a JSON-lines file."""
+
+    def read(self) -> list[dict[str, Any]]:
+        """Records that became complete since the last call."""
+        return [record for line in self.read_bytes().splitlines() if (record := _parse(line)) is not None]
+
+
+class LogTail(Lines):
+    """Follows a log."""
+
+    def read(self) -> list[str]:
+        """Lines that became complete since the last call; of a flood, the last ones."""
+        return self.read_bytes().decode(errors="replace").splitlines()
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

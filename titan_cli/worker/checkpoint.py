@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from titan_cli.errors import ExitCode, TitanError
 from titan_cli.runs import records
-from titan_cli.runs.folder import COMMIT_MARKER, RunFolder, committed_steps
+from titan_cli.runs.folder import COMMIT_MARKER, RunFolder, committed_steps, last_committed
 from titan_cli.worker.report import lost_peer
 
 NO_SPACE_BYTES = 2**20
@@ -44,7 +44,7 @@ def save(
             raise
         if dist.get_rank() == 0:
             _delete_torn(run)
-        hint = f"free some space and repeat the line: step {(committed_steps(run) or [0])[-1]} is saved\n"
+        hint = f"free some space and repeat the line: step {last_committed(run)} is saved\n"
         hint += "checkpoint.keep=1 keeps only the newest; launch.runs_dir may lie on another disk"
         raise TitanError(f"no space left for the checkpoint {folder}", hint, ExitCode.WORKER_EXCEPTION) from error
     dist.barrier()

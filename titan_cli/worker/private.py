@@ -63,6 +63,7 @@ def recompile_reasons() -> list[str]:
 def apply_setting(name: str, value: object) -> None:
     """Set torch.a.b.c to a value; if it is a function (a setter without a name in a config), call it with the value."""
     path, _, last = name.rpartition(".")
+    assert path.startswith("torch."), f"{name} is not torch's: what sets it must be applied by the module that it is for"
     owner: Any = torch
     for depth, part in enumerate(path.split(".")[1:], start=2):
         if not hasattr(owner, part):

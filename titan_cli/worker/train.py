@@ -30,7 +30,7 @@ from titan_cli.models.llama3.tp_plan import TP_PLAN
 from titan_cli.plan.facts import parse_version
 from titan_cli.plan.planner import Plan
 from titan_cli.runs import records
-from titan_cli.runs.folder import RunFolder, committed_steps
+from titan_cli.runs.folder import RunFolder, last_committed
 from titan_cli.tokenizer.tokenizer import load as load_tokenizer
 from titan_cli.worker import checkpoint, optim, private
 from titan_cli.worker.data import Batch, Data, build_data
@@ -157,8 +157,8 @@ def starting_point(run: RunFolder) -> Path | None:
     """
     chosen: list[Path | None] = [None]
     if dist.get_rank() == 0:
-        steps, fork = committed_steps(run), records.read_json(run.fork)
-        chosen = [run.checkpoint(steps[-1]) if steps else Path(fork["checkpoint"]) if fork else None]
+        step, fork = last_committed(run), records.read_json(run.fork)
+        chosen = [run.checkpoint(step) if step else Path(fork["checkpoint"]) if fork else None]
     dist.broadcast_object_list(chosen, device=torch.device("cpu"))
     return chosen[0]
 
