@@ -66,7 +66,7 @@ def config(source: str, path: Path | str, seq_len: int = SEQ, local: int = 1, to
 def global_batch(parts: list[Data], step: int) -> torch.Tensor:
     """All ranks' inputs and labels of one step in the order of the ranks, (2, G, T)."""
     batches = [batch for part in parts for batch in part.micro_batches(step)]
-    return torch.stack([torch.cat(column) for column in zip(*batches, strict=True)])
+    return torch.stack([torch.cat([b.inputs for b in batches]), torch.cat([b.labels for b in batches])])
 
 
 def texts(tokenizer: Tokenizer, *batches: torch.Tensor) -> str:
@@ -84,7 +84,7 @@ def test_every_world_size_and_accumulation_trains_on_the_same_batches(source: tu
     for dp, local in ((1, 8), (1, 1), (2, 4), (2, 1), (4, 2), (8, 1)):
         parts = [build_data(config(*source, local=local), rank, dp, tokenizer) for rank in range(dp)]
         for part in parts:
-            assert [x.shape for x, _ in part.micro_batches(1)] == [(local, SEQ)] * (8 // dp // local)
+            assert [batch.inputs.shape for batch in part.micro_batches(1)] == [(local, SEQ)] * (8 // dp // local)
         got = torch.stack([global_batch(parts, step) for step in (2, 3, 60)])
         expected = got if expected is None else expected
         assert torch.equal(got, expected), (dp, local)
@@ -94,9 +94,9 @@ def test_every_world_size_evaluates_the_same_sequences(source: tuple[str, Path],
     seen = []
     for dp, local in ((1, 4), (2, 2), (4, 1)):
         parts = [build_data(config(*source, local=local), rank, dp, tokenizer) for rank in range(dp)]
-        seen.append(torch.cat([x for part in parts for x, _ in part.eval_batches()]))
+        seen.append(torch.cat([batch.inputs for part in parts for batch in part.eval_batches()]))
         assert len({len(part.eval_batches()) for part in parts}) == 1
-        assert torch.equal(seen[-1], torch.cat([x for part in parts for x, _ in part.eval_batches()]))
+        assert torch.equal(seen[-1], torch.cat([batch.inputs for part in parts for batch in part.eval_batches()]))
     assert torch.equal(seen[0], seen[1])
     assert torch.equal(seen[0], seen[2])
     assert len(seen[0]) == 8
@@ -104,9 +104,9 @@ def test_every_world_size_evaluates_the_same_sequences(source: tuple[str, Path],
 
 def test_evaluation_takes_full_micro_batches_and_repeats_a_short_split(library: Path, tokenizer: Tokenizer):
     few = build_data(config("python-stdlib", library, local=3, total=6, eval_sequences=10), 0, 2, tokenizer)
-    assert [len(x) for x, _ in few.eval_batches()] == [3]  # 10 sequences are one micro-batch of 3 on 2 ranks
+    assert [len(batch.inputs) for batch in few.eval_batches()] == [3]  # 10 sequences are one micro-batch of 3 on 2 ranks
     none = build_data(config("python-stdlib", library, local=64, total=64, eval_sequences=1), 0, 1, tokenizer)
-    (inputs, _), n = none.eval_batches()[0], len(none._held_out.head(1000))
+    inputs, n = none.eval_batches()[0].inputs, len(none._held_out.head(1000))
     assert n < 64
     assert torch.equal(inputs, inputs[torch.arange(64) % n])
 
@@ -120,7 +120,9 @@ def test_a_resumed_run_sees_what_an_uninterrupted_one_sees(source: tuple[str, Pa
 
 
 def test_labels_are_the_next_tokens(source: tuple[str, Path], tokenizer: Tokenizer):
-    for inputs, labels in build_data(config(*source, local=2), 0, 1, tokenizer).micro_batches(1):
+    for batch in build_data(config(*source, local=2), 0, 1, tokenizer).micro_batches(1):
+        inputs, labels = batch.inputs, batch.labels
+        assert batch.starts is None, "only told where documents are kept apart"
         assert inputs.dtype == labels.dtype == torch.int64
         assert inputs.stride() == labels.stride() == (SEQ, 1)
         assert torch.equal(inputs[:, 1:], labels[:, :-1])
@@ -129,7 +131,7 @@ def test_labels_are_the_next_tokens(source: tuple[str, Path], tokenizer: Tokeniz
 def test_held_out_documents_are_not_trained_on(source: tuple[str, Path], tokenizer: Tokenizer):
     data = build_data(config(*source, local=8, eval_sequences=1000), 0, 1, tokenizer)
     train = texts(tokenizer, *(global_batch([data], step)[0] for step in range(1, 40)))
-    held_out = texts(tokenizer, *(x for x, _ in data.eval_batches()))
+    held_out = texts(tokenizer, *(batch.inputs for batch in data.eval_batches()))
     name = "value_{} =" if source[0] == "python-stdlib" else "Document {}."
     documents = range(30) if source[0] == "python-stdlib" else range(40)
     in_train = {i for i in documents if name.format(i) in train}
@@ -145,13 +147,13 @@ def test_c4_evaluates_on_files_of_its_validation_split(c4_folder: Path, tokenize
     trained = tokenizer.decode(torch.cat([global_batch([data], step)[0] for step in range(1, 20)]).flatten().tolist())
     assert all(f"Document {i}." in trained for i in range(40))
     assert "Document 9" not in trained.replace("Document 9.", "")
-    assert "Document 900." in texts(tokenizer, *(x for x, _ in data.eval_batches()))
+    assert "Document 900." in texts(tokenizer, *(batch.inputs for batch in data.eval_batches()))
 
 
 def test_an_epoch_covers_everything_once_and_the_next_in_another_order(library: Path, tokenizer: Tokenizer):
     data = build_data(config("python-stdlib", library, local=1, total=1), 0, 1, tokenizer)
     n = len(data._train.sequences)
-    epochs = [[tuple(data.micro_batches(e * n + i)[0][0][0].tolist()) for i in range(1, n + 1)] for e in range(2)]
+    epochs = [[tuple(data.micro_batches(e * n + i)[0].inputs[0].tolist()) for i in range(1, n + 1)] for e in range(2)]
     assert Counter(epochs[0]) == Counter(epochs[1]) == Counter(tuple(row[:-1].tolist()) for row in data._train.sequences)
     assert epochs[0] != epochs[1]
 
@@ -160,7 +162,9 @@ def test_a_step_may_span_two_epochs(library: Path, tokenizer: Tokenizer):
     one = build_data(config("python-stdlib", library, total=1), 0, 1, tokenizer)
     n = len(one._train.sequences)
     all_of_it = build_data(config("python-stdlib", library, local=n + 3, total=n + 3), 0, 1, tokenizer)
-    assert torch.equal(all_of_it.micro_batches(1)[0][0], torch.cat([one.micro_batches(i)[0][0] for i in range(1, n + 4)]))
+    assert torch.equal(
+        all_of_it.micro_batches(1)[0].inputs, torch.cat([one.micro_batches(i)[0].inputs for i in range(1, n + 4)])
+    )
 
 
 def test_the_order_is_the_same_on_every_machine_and_numpy():
@@ -171,7 +175,7 @@ def test_the_order_is_the_same_on_every_machine_and_numpy():
 def test_the_stream_begins_again_at_its_end(c4_folder: Path, tokenizer: Tokenizer):
     data = build_data(config("c4", c4_folder, local=1, total=1), 0, 1, tokenizer)
     n = len(data._train.head(10_000))
-    rows = [data.micro_batches(step)[0][0] for step in range(1, 2 * n + 1)]
+    rows = [data.micro_batches(step)[0].inputs for step in range(1, 2 * n + 1)]
     assert torch.equal(torch.cat(rows[:n]), torch.cat(rows[n:]))
 
 
@@ -237,7 +241,7 @@ def test_the_whole_library(tokenizer: Tokenizer):
     data = build_data(config("python-stdlib", "", seq_len=1024, local=8), 0, 1, tokenizer)
     assert len(data._train.sequences) > 1000
     assert len(data._held_out.sequences) > 50
-    assert int(max(x.max() for x, _ in data.micro_batches(1))) < tokenizer.vocab_size
+    assert int(max(batch.inputs.max() for batch in data.micro_batches(1))) < tokenizer.vocab_size
 
 
 def test_local_files_need_no_network(c4_folder: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch):

@@ -5,7 +5,8 @@ from dataclasses import fields
 
 import pytest
 
-from titan_cli.config.derive import FLAVORS, Resolved, layout, model_config, not_trained_yet, resolve
+from titan_cli.config.derive import Resolved, layout, model_config, not_trained_yet, resolve
+from titan_cli.config.families import FLAVORS
 from titan_cli.config.layers import load
 from titan_cli.config.schema import Config, Model
 from titan_cli.errors import TitanError
@@ -34,6 +35,7 @@ def test_one_process_without_a_gpu() -> None:
     r = resolved()
     assert (r.nodes, r.ranks_per_node, r.world_size, r.dp_shard, r.dp, r.global_batch_size) == (1, 1, 1, 1, 1, 1)
     assert r.gradient_accumulation_steps == 1
+    assert list(map(str, r.stages)) == ["embedding, layers.0 .. 1, head"]
     assert set(r.rules) == {"ranks_per_node", "dp_shard", "global_batch_size", "gradient_accumulation_steps"}
 
 
@@ -68,6 +70,20 @@ def test_only_derived_values_have_a_rule() -> None:
     assert set(r.rules) == {"gradient_accumulation_steps"}
     assert r.gradient_accumulation_steps == 4
     assert r.rules["gradient_accumulation_steps"] == "4 = global_batch_size 8 / (local_batch_size 1 x data-parallel ranks 2)"
+
+
+def test_a_pipeline_says_how_its_stages_came_out_and_how_long_a_rank_waits() -> None:
+    r = resolved("model.flavor=8b", "training.seq_len=8192", "parallelism.pp=2", "training.global_batch_size=4")
+    assert list(map(str, r.stages)) == ["embedding, layers.0 .. 16", "layers.17 .. 31, head"]
+    assert r.rules["stages"] == "17, 15 blocks: balanced by FLOPs at seq_len 8192, the costliest 1.00 x the mean"
+    assert r.rules["pipeline_bubble"] == "20 % = (pp 2 - 1) / (4 micro-batches + pp 2 - 1)"
+    told = resolved("parallelism.pp=2", "parallelism.pp_layers=[2, 0]", "training.global_batch_size=4")
+    assert [stage.last - stage.first for stage in told.stages] == [2, 0]
+    assert "stages" not in told.rules
+
+
+def test_micro_batches_that_would_do_without_a_pipeline_are_fine_with_gpipe() -> None:
+    assert resolved("parallelism.pp=2", "parallelism.pp_schedule=GPipe").rules["pipeline_bubble"].startswith("50 %: 1 micro")
 
 
 def test_degrees_always_multiply_to_the_world() -> None:
@@ -140,6 +156,25 @@ def test_degrees_always_multiply_to_the_world() -> None:
             "parallelism.ep = 6 does not divide n_experts 8\n    ep can be 1, 2, 4, 8.",
         ),
         (["parallelism.dp_shard=2", "parallelism.ep=2"], "parallelism.ep = 2, but llama3 has no experts\n    ep can be 1."),
+        (
+            ["parallelism.cp=3", "training.seq_len=64"],
+            "cp = 3: training.seq_len 64 does not divide into 2 x 3 chunks, two for each rank\n    cp can be 1, 2, 4, 8, 16,",
+        ),
+        (
+            ["parallelism.cp=2", "training.seq_len=63"],
+            "into 2 x 2 chunks, two for each rank\n    cp can be 1 with this length.",
+        ),
+        (
+            ["model.flavor=8b", "parallelism.cp=4", "parallelism.tp=4", "training.seq_len=24"],  # 8 chunks of 3 tokens
+            "parallelism.tp = 4 does not divide training.seq_len / cp 4 = 6\n    tp can be 1, 2 with these sizes.",
+        ),
+        (["parallelism.pp=3"], "parallelism.pp = 3 with 1F1B makes 3 stages, and the model has 2 blocks\n    pp can be 1 to 2"),
+        (["parallelism.pp=2", "parallelism.pp_layers=[1]"], "pp_layers has 1 stages, and pp 2 with 1F1B has 2\n"),
+        (["parallelism.pp_layers=[1]"], "pp_layers adds up to 1 blocks, and the model has 2\n"),
+        (
+            ["parallelism.pp=2", "parallelism.dp_shard=3", "training.local_batch_size=2"],
+            "needs micro-batches, at least 2, one for each stage; a step has 1\n    Nearest: training.global_batch_size = 12.",
+        ),
     ],
 )
 def test_what_does_not_fit_is_told_with_numbers_and_a_fix(overrides: list[str], said: str) -> None:
@@ -150,6 +185,10 @@ def test_all_that_does_not_fit_is_told_together() -> None:
     message = problems("launch.gpus_per_node=4", "parallelism.dp_shard=3", "parallelism.tp=5")
     assert "= 15, but 1 x 4 ranks = 4" in message
     assert "tp = 5 does not divide" in message
+    message = problems("parallelism.pp=2", "parallelism.cp=3", "parallelism.pp_layers=[3]", "training.seq_len=64")
+    assert "two for each rank" in message
+    assert "pp_layers has 1 stages" in message
+    assert "pp_layers adds up to 3 blocks" in message
     message = problems("training.global_batch_size=3", "training.local_batch_size=2", "model.flavor=9b")
     assert "Nearest: 2 or 4" in message
     assert "unknown flavor" in message
@@ -194,15 +233,8 @@ def test_a_sequence_that_is_not_cut_need_not_divide() -> None:
     ("override", "instead"),
     [
         (DEEPSEEK, "model.family=llama3"),
-        ("parallelism.sequence_parallel=false", "parallelism.sequence_parallel=true"),
-        ("parallelism.loss_parallel=true", "parallelism.loss_parallel=false"),
-        ("parallelism.async_tp=true", "parallelism.async_tp=false"),
         ("float8.enable=true", "float8.enable=false"),
-        ("model.attention=flex", "model.attention=sdpa"),
-        ("parallelism.cp=2", "parallelism.cp=1"),
-        ("parallelism.pp=2", "parallelism.pp=1"),
         ("parallelism.ep=2", "parallelism.ep=1"),
-        ("activation_checkpoint.mode=selective", "activation_checkpoint.mode=full"),
     ],
 )
 def test_what_cannot_be_trained_yet(override: str, instead: str) -> None:
@@ -211,9 +243,26 @@ def test_what_cannot_be_trained_yet(override: str, instead: str) -> None:
     assert sentence.endswith(f"{instead} can")
 
 
-def test_what_can_be_trained_is_not_refused() -> None:
-    assert not_trained_yet(config("parallelism.tp=2", "activation_checkpoint.mode=full")) == []
-    assert len(not_trained_yet(config("parallelism.cp=2", "parallelism.pp=2"))) == 2
+@pytest.mark.parametrize(
+    "override",
+    [
+        "parallelism.tp=2",
+        "parallelism.sequence_parallel=false",
+        "parallelism.loss_parallel=true",
+        "parallelism.async_tp=true",
+        "parallelism.cp=2",
+        "parallelism.pp=2",
+        "model.attention=flex",
+        "activation_checkpoint.mode=full",
+        "activation_checkpoint.mode=selective",
+    ],
+)
+def test_what_can_be_trained_is_not_refused(override: str) -> None:
+    assert not_trained_yet(config(override)) == []
+
+
+def test_all_that_cannot_be_trained_is_told_together() -> None:
+    assert len(not_trained_yet(config(DEEPSEEK, "parallelism.ep=2"))) == 2
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def per_layer_int() -> None:
             block.number = number
 
     Llama3.__init__ = numbered  # type: ignore[method-assign]
-    TransformerBlock.forward = lambda self, x, cos, sin: forward(self, x * (1 + 0.01 * self.number), cos, sin)  # type: ignore[method-assign]
+    TransformerBlock.forward = lambda self, x, *rest: forward(self, x * (1 + 0.01 * self.number), *rest)  # type: ignore[method-assign]
 
 
 def item_in_forward() -> None:
@@ -44,7 +44,7 @@ def item_in_forward() -> None:
     from titan_cli.models.llama3.model import TransformerBlock
 
     forward = TransformerBlock.forward
-    TransformerBlock.forward = lambda self, x, cos, sin: forward(self, x * (1 if x.sum().item() else 2), cos, sin)  # type: ignore[method-assign]
+    TransformerBlock.forward = lambda self, x, *rest: forward(self, x * (1 if x.sum().item() else 2), *rest)  # type: ignore[method-assign]
 
 
 def unwaited_embedding() -> None:
@@ -68,7 +68,7 @@ def other_shape_at_step_3() -> None:
     micro_batches = Data.micro_batches
 
     def shorter(self: Any, step: int) -> Any:
-        return [(x[:, :16], y[:, :16]) if step == 3 else (x, y) for x, y in micro_batches(self, step)]
+        return [b.map(lambda t: t[:, :16]) if step == 3 else b for b in micro_batches(self, step)]
 
     Data.micro_batches = shorter  # type: ignore[method-assign]
 

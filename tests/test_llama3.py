@@ -218,12 +218,12 @@ def test_attend_equals_softmax_by_hand(kv_heads: int) -> None:
 def test_the_heads_of_two_halves_add_up_to_the_whole() -> None:
     # What tensor parallelism does: rows of wq, wk and wv and columns of wo make an attention with fewer heads.
     generator = torch.Generator().manual_seed(0)
-    whole = Attention(TINY).double()
+    whole = Attention(TINY, "sdpa").double()
     x = torch.randn(2, SEQ_LEN, TINY.dim, dtype=torch.float64, generator=generator)
     cos, sin = rope.tables(SEQ_LEN, rope.frequencies(TINY.head_dim, TINY.rope_theta))
     parts = []
     for half in range(2):
-        part = Attention(TINY).double()
+        part = Attention(TINY, "sdpa").double()
         for name, weight in whole.named_parameters():
             cut = weight.detach().chunk(2, dim=1 if name == "wo.weight" else 0)[half]
             part.get_submodule(name.removesuffix(".weight")).weight = nn.Parameter(cut)

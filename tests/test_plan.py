@@ -19,7 +19,8 @@ from titan_cli.plan.rules import rule_id
 
 ONE_GPU = Facts(
     family="llama3", blocks=(("dense", 32),), attention="sdpa", tied=False, dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1,
-    ep=1, pp_schedule="1F1B", sequence_parallel=True, loss_parallel=False, async_tp=False, ac_mode="none", ac_option="op",
+    ep=1, pp_schedule="1F1B", sequence_parallel=True, loss_parallel=False, async_tp=False, reshard=True,
+    ac_mode="none", ac_option="op",
     float8=False, dtype="bfloat16", loss=True, backend="auto", torch=(2, 13, 0), device="cuda", capability=(9, 0),
     cxx_compiler=True,
 )  # fmt: skip
@@ -140,6 +141,7 @@ def random_facts(chance: random.Random) -> Facts:
         sequence_parallel=chance.random() < 0.8,
         loss_parallel=chance.random() < 0.3,
         async_tp=chance.random() < 0.2,
+        reshard=chance.random() < 0.5,
         ac_mode=chance.choice(("none", "full", "selective")),
         ac_option=chance.choice(("op", "2")),
         float8=chance.random() < 0.2,
@@ -170,7 +172,7 @@ def test_any_layout_gets_a_plan_or_a_refusal_and_no_two_rules_disagree() -> None
             continue
         plans += 1
         assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
-        assert all(key.startswith(("torch.", "flex.", "ac.")) for key in plan.settings), plan.settings
+        assert all(key.startswith(("torch.", "flex.", "ac.", "tp.")) for key in plan.settings), plan.settings
         assert bool(plan.wraps) == (plan.strategy != "off")
         assert not any(f["verdict"] == "forbid" for f in plan.findings) or plan.notes
     assert plans > 1000

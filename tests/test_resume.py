@@ -115,3 +115,30 @@ def test_workers_killed_at_random_moments_lose_nothing() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 losses differ" in done.stdout
+
+
+def resumed_in_other_layouts(layouts: list[list[str]], common: list[str], folder: Path) -> None:
+    """A run to the end in the first layout; then in each other one from the last checkpoint but one of the run before."""
+    import torch.distributed as dist
+
+    for number, layout in enumerate(layouts):
+        run = RunFolder(folder / str(number))
+        if number and dist.get_rank() == 0:
+            step = 3 * number
+            shutil.copytree(RunFolder(folder / str(number - 1)).checkpoint(step), run.checkpoint(step))
+        dist.barrier()
+        run_worker([*common, *layout], run.path)
+
+
+def test_a_run_continues_in_another_layout(tmp_path: Path) -> None:
+    layouts = [["parallelism.dp_shard=2"], ["parallelism.tp=2"], ["parallelism.pp=2"]]
+    common = [f"data.path={corpus(tmp_path)}", "training.dtype=float64", "compile.strategy=off"]
+    run_ranks(2, resumed_in_other_layouts, layouts, common, tmp_path)
+    whole, cut, piped = (losses(tmp_path / str(number)) for number in range(len(layouts)))
+    assert sorted(cut) == [4, 5, 6, 7, 8]
+    assert sorted(piped) == [7, 8], "continued from what tensor parallel saved"
+    for run in (cut, piped):
+        for step, (loss, norm, held_out) in run.items():
+            assert loss == pytest.approx(whole[step][0], rel=1e-9), step
+            assert norm == pytest.approx(whole[step][1], rel=1e-9), step
+            assert held_out is None or held_out == pytest.approx(whole[step][2], rel=1e-9), step

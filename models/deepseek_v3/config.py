@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -81,25 +82,31 @@ class DeepSeekV3Config:
             "vocab_size": self.vocab_size,
         }
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every parameter's name and shape, in the model's own order.
+    def block_shapes(self, kind: str) -> dict[str, tuple[int, ...]]:
+        """The parameters of a block of this kind: names within it and shapes, in the model's own order.
 
         Experts are stacked: (n_experts, out, in). The bias that balances them is a buffer, because no gradient moves it.
         """
+        shapes: dict[str, tuple[int, ...]] = {
+            "attention_norm.weight": (self.dim,),
+            **{f"attention.{name}.weight": shape for name, shape in self._attention().items()},
+            "ffn_norm.weight": (self.dim,),
+        }
+        if kind == "dense":
+            return shapes | self._feed_forward("feed_forward.", self.ffn_dim)
+        shapes["moe.router.gate.weight"] = (self.n_experts, self.dim)
+        shapes["moe.experts.w1"] = (self.n_experts, self.moe_ffn_dim, self.dim)
+        shapes["moe.experts.w2"] = (self.n_experts, self.dim, self.moe_ffn_dim)
+        shapes["moe.experts.w3"] = (self.n_experts, self.moe_ffn_dim, self.dim)
+        return shapes | self._feed_forward("moe.shared_experts.", self.shared_ffn_dim)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every parameter's name and shape, in the model's own order."""
         shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (self.vocab_size, self.dim)}
+        blocks = {kind: self.block_shapes(kind) for kind, _ in self.block_kinds()}
         for i in range(self.n_layers):
-            block = f"layers.{i}."
-            shapes[block + "attention_norm.weight"] = (self.dim,)
-            shapes |= {f"{block}attention.{name}.weight": shape for name, shape in self._attention().items()}
-            shapes[block + "ffn_norm.weight"] = (self.dim,)
-            if i < self.n_dense_layers:
-                shapes |= self._feed_forward(block + "feed_forward.", self.ffn_dim)
-                continue
-            shapes[block + "moe.router.gate.weight"] = (self.n_experts, self.dim)
-            shapes[block + "moe.experts.w1"] = (self.n_experts, self.moe_ffn_dim, self.dim)
-            shapes[block + "moe.experts.w2"] = (self.n_experts, self.dim, self.moe_ffn_dim)
-            shapes[block + "moe.experts.w3"] = (self.n_experts, self.moe_ffn_dim, self.dim)
-            shapes |= self._feed_forward(block + "moe.shared_experts.", self.shared_ffn_dim)
+            kind = "dense" if i < self.n_dense_layers else "moe"
+            shapes |= {f"layers.{i}.{name}": shape for name, shape in blocks[kind].items()}
         shapes["norm.weight"] = (self.dim,)
         if not self.tie_embeddings:
             shapes["output.weight"] = (self.vocab_size, self.dim)
@@ -136,9 +143,22 @@ class DeepSeekV3Config:
 
         The published numbers count the same way: 37B for V3, 2.4B for V2-Lite. A tied matrix counts, as the head.
         """
-        experts = sum(prod(shape) for name, shape in self.shapes().items() if ".moe.experts." in name)
         embedding = 0 if self.tie_embeddings else self.vocab_size * self.dim
-        return self.parameter_count() - embedding - experts // self.n_experts * (self.n_experts - self.top_k)
+        return self._active(self.shapes()) - embedding
+
+    def _active(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
+        """Parameters of `shapes` without the experts that a token does not see."""
+        experts = sum(prod(shape) for name, shape in shapes.items() if "moe.experts." in name)
+        return sum(map(prod, shapes.values())) - experts // self.n_experts * (self.n_experts - self.top_k)
+
+    def block_flops_per_token(self, kind: str, seq_len: int) -> int:
+        """One block's part of `flops_per_token`: 6 x its active parameters, plus attention's score and value matmuls."""
+        attention = self.n_heads * (self.qk_head_dim + self.v_head_dim) * seq_len
+        return 6 * self._active(self.block_shapes(kind)) + 6 * attention
+
+    def head_flops_per_token(self) -> int:
+        """The final norm's and the head's part of `flops_per_token`. A tied head still multiplies, so it counts."""
+        return 6 * (self.vocab_size * self.dim + self.dim)
 
     def flops_per_token(self, seq_len: int) -> int:
         """Training FLOPs for one token: 6 x active parameters, plus attention's score and value matmuls.
@@ -146,8 +166,8 @@ class DeepSeekV3Config:
         6 = 2 FLOPs a multiply-add x (1 forward + 2 backward). Attention: 6 x layers x heads x (qk + v head dims) x seq,
         with no discount for the causal mask (PaLM, 2204.02311, appendix B).
         """
-        attention = self.n_layers * self.n_heads * (self.qk_head_dim + self.v_head_dim) * seq_len
-        return 6 * self.active_parameter_count() + 6 * attention
+        blocks = sum(count * self.block_flops_per_token(kind, seq_len) for kind, count in self.block_kinds())
+        return blocks + self.head_flops_per_token()
 
 
 # Published dimensions. 671b is DeepSeek-V3's main model, 16b is DeepSeek-V2-Lite, which has V3's blocks and V2's router.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 
 @dataclass(frozen=True)
@@ -57,21 +58,26 @@ class Llama3Config:
             "vocab_size": self.vocab_size,
         }
 
+    def block_shapes(self, kind: str = "dense") -> dict[str, tuple[int, ...]]:
+        """The parameters of one block: names within it and shapes, in the model's own order. There is one kind."""
+        heads, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
+        return {
+            "attention_norm.weight": (self.dim,),
+            "attention.wq.weight": (heads, self.dim),
+            "attention.wk.weight": (kv, self.dim),
+            "attention.wv.weight": (kv, self.dim),
+            "attention.wo.weight": (self.dim, heads),
+            "ffn_norm.weight": (self.dim,),
+            "feed_forward.w1.weight": (self.ffn_dim, self.dim),
+            "feed_forward.w2.weight": (self.dim, self.ffn_dim),
+            "feed_forward.w3.weight": (self.ffn_dim, self.dim),
+        }
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Every parameter's name and shape, in the model's own order (held equal to the meta model by a test)."""
-        heads, kv = self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim
         shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (self.vocab_size, self.dim)}
         for i in range(self.n_layers):
-            block = f"layers.{i}."
-            shapes[block + "attention_norm.weight"] = (self.dim,)
-            shapes[block + "attention.wq.weight"] = (heads, self.dim)
-            shapes[block + "attention.wk.weight"] = (kv, self.dim)
-            shapes[block + "attention.wv.weight"] = (kv, self.dim)
-            shapes[block + "attention.wo.weight"] = (self.dim, heads)
-            shapes[block + "ffn_norm.weight"] = (self.dim,)
-            shapes[block + "feed_forward.w1.weight"] = (self.ffn_dim, self.dim)
-            shapes[block + "feed_forward.w2.weight"] = (self.dim, self.ffn_dim)
-            shapes[block + "feed_forward.w3.weight"] = (self.ffn_dim, self.dim)
+            shapes |= {f"layers.{i}.{name}": shape for name, shape in self.block_shapes().items()}
         shapes["norm.weight"] = (self.dim,)
         if not self.tie_embeddings:
             shapes["output.weight"] = (self.vocab_size, self.dim)
@@ -79,24 +85,24 @@ class Llama3Config:
 
     def parameter_count(self) -> int:
         """All parameters; a tied head is counted once."""
-        return sum(_size(shape) for shape in self.shapes().values())
+        return sum(map(prod, self.shapes().values()))
+
+    def block_flops_per_token(self, kind: str, seq_len: int) -> int:
+        """One block's part of `flops_per_token`: 6 x its parameters, plus attention's score and value matmuls."""
+        return 6 * sum(map(prod, self.block_shapes(kind).values())) + 6 * self.n_heads * 2 * self.head_dim * seq_len
+
+    def head_flops_per_token(self) -> int:
+        """The final norm's and the head's part of `flops_per_token`. A tied head still multiplies, so it counts."""
+        return 6 * (self.vocab_size * self.dim + self.dim)
 
     def flops_per_token(self, seq_len: int) -> int:
         """Training FLOPs for one token: 6 x parameters without the embedding, plus attention's score and value matmuls.
 
         6 = 2 FLOPs a multiply-add x (1 forward + 2 backward). Attention: 6 x layers x heads x (qk + v head dims) x seq,
-        with no discount for the causal mask (PaLM, 2204.02311, appendix B). A tied head still multiplies, so it counts.
+        with no discount for the causal mask (PaLM, 2204.02311, appendix B). The embedding is a table: looking up is free.
         """
-        embedding = 0 if self.tie_embeddings else self.vocab_size * self.dim
-        attention = self.n_layers * self.n_heads * 2 * self.head_dim * seq_len
-        return 6 * (self.parameter_count() - embedding) + 6 * attention
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for n in shape:
-        size *= n
-    return size
+        blocks = sum(count * self.block_flops_per_token(kind, seq_len) for kind, count in self.block_kinds())
+        return blocks + self.head_flops_per_token()
 
 
 # Published dimensions. 8b and 70b are Llama 3 (2024-04), 405b is Llama 3.1, 1b is Llama 3.2 (tied).

@@ -1,12 +1,14 @@
 """Where tensor parallelism cuts Llama 3. Data only: the worker turns it into torch's styles, the fit into bytes.
 
-`*` stands for every block. The styles, with sequence parallel (activations between blocks are cut along the sequence):
-  embedding   weight cut by vocabulary rows; output reduce-scattered to (B, T/tp, D)
+`*` stands for every block. Between the blocks lies (B, T/tp, D), cut along the sequence, or with sequence_parallel=false
+the whole (B, T, D) on every rank. The styles ("reduced": reduce-scattered to the cut, or all-reduced to the whole one):
+  embedding   weight cut by vocabulary rows; output reduced
   colwise     weight cut by output features; input gathered, or taken whole, by the module that holds it
-  rowwise     weight cut by input features; output reduce-scattered to (B, T/tp, D)
-  sequence    weight on every rank; works on (B, T/tp, D)
-  gather      no weight; gathers its input (B, T/tp, D) to (B, T, D) once for the colwise modules inside
-  head        weight cut by vocabulary rows; input gathered, logits whole on every rank
+  rowwise     weight cut by input features; output reduced
+  sequence    weight on every rank; works on what lies between the blocks
+  gather      no weight; gathers its input to (B, T, D) once for the colwise modules inside, if it is not whole already
+  head        weight cut by vocabulary rows; input gathered; logits whole on every rank, or with loss_parallel=true its own
+              columns (B, T, V/tp)
 """
 
 from __future__ import annotations

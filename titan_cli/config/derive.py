@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from math import gcd, prod
 
+from titan_cli.config import families
+from titan_cli.config import stages as pipeline
+from titan_cli.config.families import ModelConfig as ModelConfig
 from titan_cli.config.schema import Config
+from titan_cli.config.stages import Stage
 from titan_cli.errors import TitanError
 from titan_cli.models.deepseek_v3 import config as deepseek_v3
-from titan_cli.models.llama3 import config as llama3
-
-ModelConfig = llama3.Llama3Config | deepseek_v3.DeepSeekV3Config
-
-FLAVORS: Mapping[str, Mapping[str, ModelConfig]] = {"llama3": llama3.FLAVORS, "deepseek_v3": deepseek_v3.FLAVORS}
 
 
 @dataclass(frozen=True)
 class Resolved:
     """A configuration's numbers on given hardware. Degrees count ranks, batches count sequences.
 
-    `rules` says for each derived field, by its name, which rule gave the number.
+    `stages` are the pipeline's, in forward order; without one a single stage has everything. `rules` says for each derived
+    field, by its name, which rule gave the number, and `pipeline_bubble` how long a rank waits.
     """
 
     nodes: int
@@ -35,6 +35,7 @@ class Resolved:
     ep: int
     global_batch_size: int
     gradient_accumulation_steps: int
+    stages: tuple[Stage, ...]
     rules: Mapping[str, str]
 
     @property
@@ -46,18 +47,29 @@ class Resolved:
 def resolve(config: Config, visible_gpus: int) -> Resolved:
     """All derived numbers. Raises TitanError with every sum that does not come out, and its fix."""
     p = config.parallelism
+    families.find(config.model.family)  # without it there is nothing to say of the rest
     rules: dict[str, str] = {}
     ranks_per_node = _ranks_per_node(config, visible_gpus, rules)
     world_size = config.launch.nodes * ranks_per_node
-    problems = _model_problems(config)
+    problems: list[str] = []
+    stages: tuple[Stage, ...] = ()
+    try:
+        model = model_config(config)
+        problems += [*_tp_problems(model, config), *_cp_problems(config), *_ep_problems(model, config)]
+        stages = _stages(model, config, rules)
+    except TitanError as error:
+        problems.append(f"{error.message}\n    {error.hint}")
+    except ValueError as error:
+        problems.append(str(error))
     try:
         dp_shard = _dp_shard(config, world_size, rules)
         global_batch_size = _global_batch_size(config, p.dp_replicate * dp_shard, rules)
+        micro_batch = config.training.local_batch_size * p.dp_replicate * dp_shard
+        _check_pipeline(config, stages, global_batch_size // micro_batch, micro_batch, rules)
     except ValueError as error:
         problems.insert(0, str(error))
     if problems:
         raise TitanError("\n".join(problems), hint="`titan options parallelism` explains the degrees.")
-    micro_batch = config.training.local_batch_size * p.dp_replicate * dp_shard
     rules["gradient_accumulation_steps"] = (
         f"{global_batch_size // micro_batch} = global_batch_size {global_batch_size} / (local_batch_size "
         f"{config.training.local_batch_size} x data-parallel ranks {p.dp_replicate * dp_shard})"
@@ -74,6 +86,7 @@ def resolve(config: Config, visible_gpus: int) -> Resolved:
         ep=p.ep,
         global_batch_size=global_batch_size,
         gradient_accumulation_steps=global_batch_size // micro_batch,
+        stages=stages,
         rules=rules,
     )
 
@@ -81,7 +94,7 @@ def resolve(config: Config, visible_gpus: int) -> Resolved:
 def model_config(config: Config) -> ModelConfig:
     """The flavor's dimensions, with those replaced that the configuration sets. Raises TitanError if they do not fit."""
     m = config.model
-    flavors = FLAVORS[m.family]
+    flavors = families.find(m.family).flavors
     if m.flavor not in flavors:
         near = difflib.get_close_matches(m.flavor, flavors, n=1)
         meant = f"Did you mean {near[0]}? " if near else ""
@@ -103,14 +116,7 @@ def not_trained_yet(config: Config) -> list[str]:
     p = config.parallelism
     asked = {
         'model.family="deepseek_v3"': (config.model.family == "deepseek_v3", "llama3"),
-        'model.attention="flex"': (config.model.attention == "flex", "sdpa"),
-        f"parallelism.cp={p.cp}": (p.cp > 1, 1),
-        f"parallelism.pp={p.pp}": (p.pp > 1, 1),
         f"parallelism.ep={p.ep}": (p.ep > 1, 1),
-        "parallelism.sequence_parallel=false": (not p.sequence_parallel, "true"),
-        "parallelism.loss_parallel=true": (p.loss_parallel, "false"),
-        "parallelism.async_tp=true": (p.async_tp, "false"),
-        'activation_checkpoint.mode="selective"': (config.activation_checkpoint.mode == "selective", "full"),
         "float8.enable=true": (config.float8.enable, "false"),
     }
     return [
@@ -204,19 +210,42 @@ def _global_batch_size(config: Config, dp: int, rules: dict[str, str]) -> int:
     return wanted
 
 
-def _model_problems(config: Config) -> list[str]:
-    try:
-        model = model_config(config)
-    except TitanError as error:
-        return [f"{error.message}\n    {error.hint}"]
-    return [*_tp_problems(model, config), *_ep_problems(model, config)]
+def _stages(model: ModelConfig, config: Config, rules: dict[str, str]) -> tuple[Stage, ...]:
+    """Raises ValueError if the blocks cannot be laid out as the configuration wants."""
+    p, seq_len = config.parallelism, config.training.seq_len
+    stages = pipeline.split(model, seq_len, p.pp, p.pp_schedule, p.pp_layers)
+    if p.pp > 1 and p.pp_layers is None:
+        flops = pipeline.flops_per_token(model, seq_len, stages)
+        blocks, worst = pipeline.in_words(stages), max(flops) * len(flops) / sum(flops)
+        rules["stages"] = f"{blocks} blocks: balanced by FLOPs at seq_len {seq_len}, the costliest {worst:.2f} x the mean"
+    return stages
+
+
+def _check_pipeline(config: Config, stages: Sequence[Stage], micro_batches: int, sequences: int, rules: dict[str, str]) -> None:
+    """Raises ValueError if the schedule cannot run a step's micro-batches, of `sequences` over all data-parallel ranks."""
+    p = config.parallelism
+    if p.pp == 1 or not stages:
+        return
+    pipeline.check_micro_batches(p.pp_schedule, p.pp, len(stages), micro_batches, sequences)
+    if waiting := pipeline.bubble(p.pp_schedule, p.pp, len(stages), micro_batches):
+        rules["pipeline_bubble"] = waiting
+
+
+def _cp_problems(config: Config) -> list[str]:
+    cp, seq_len = config.parallelism.cp, config.training.seq_len
+    if cp == 1 or seq_len % (2 * cp) == 0:
+        return []
+    # An early and a late chunk for each rank: a causal query costs more the later it stands.
+    chunks = f"parallelism.cp = {cp}: training.seq_len {seq_len} does not divide into 2 x {cp} chunks, two for each rank"
+    possible = [1] if seq_len % 2 else _divisors(seq_len // 2)
+    return [f"{chunks}\n    cp can be {', '.join(map(str, possible))} with this length."]
 
 
 def _tp_problems(model: ModelConfig, config: Config) -> list[str]:
     cut = model.tp_sizes()
-    if config.parallelism.sequence_parallel:  # the sequence is cut between the blocks
-        cut["training.seq_len"] = config.training.seq_len
-    tp = config.parallelism.tp
+    tp, cp, seq_len = config.parallelism.tp, config.parallelism.cp, config.training.seq_len
+    if config.parallelism.sequence_parallel:  # the sequence, or what cp leaves of it, is cut between the blocks
+        cut |= {"training.seq_len": seq_len} if cp == 1 else {f"training.seq_len / cp {cp} =": seq_len // cp}
     uneven = [f"{name} {size}" for name, size in cut.items() if size % tp]
     if not uneven:
         return []

@@ -74,7 +74,9 @@ def _fixed(kind: dict[str, Any]) -> list[Any]:
 def _words(kind: dict[str, Any]) -> list[str]:
     if fixed := _fixed(kind):
         return [toml_value(value) for value in fixed]
-    names = {"string": "text", "boolean": "true or false"}
+    if kind["type"] == "array":
+        return [f"list of {_words(kind['items'])[0]}"]
+    names = {"string": kind.get("format", "text"), "boolean": "true or false"}
     signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
     bounds = [f"{sign} {kind[bound]:g}" for bound, sign in signs.items() if bound in kind]
     return [" ".join([names.get(kind["type"], kind["type"]), " and ".join(bounds)]).strip()]

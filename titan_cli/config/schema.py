@@ -13,6 +13,11 @@ from pydantic import BaseModel, ConfigDict, Field
 Count = Annotated[int, Field(ge=1)]
 Whole = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+# Text, as the words beside which it stands; `format` is what a person reads in place of the pattern.
+Nth = Annotated[str, Field(pattern="^([2-9]|[1-9][0-9]+)$", json_schema_extra={"format": '"2", "3", "4" ...'})]
+_PATH = r"[A-Za-z]\w*(\.[A-Za-z_]\w*)*"
+Package = Annotated[str, Field(pattern=f"^{_PATH}$", json_schema_extra={"format": "package.module"})]
+Function = Annotated[str, Field(pattern=rf"^{_PATH}:[A-Za-z_]\w*$", json_schema_extra={"format": "package.module:function"})]
 
 
 class Section(BaseModel):
@@ -24,7 +29,9 @@ class Section(BaseModel):
 class Model(Section):
     """Dimensions that are unset are the flavor's. Setting one that the family does not have is an error."""
 
-    family: Literal["llama3", "deepseek_v3"] = Field("llama3", description="model family")
+    family: Literal["llama3", "deepseek_v3"] | Package = Field(
+        "llama3", description="model family; your own: the import path of its package (docs/add-a-model.md)"
+    )
     flavor: str = Field("debug", description="published size; llama3: debug, 1b, 8b, 70b, 405b; deepseek_v3: debug, 16b, 671b")
     dim: Count | None = Field(None, description="width of the residual stream, features; unset: the flavor's")
     n_layers: Count | None = Field(None, description="transformer blocks; unset: the flavor's")
@@ -95,8 +102,10 @@ class Model(Section):
 
 
 class Data(Section):
-    source: Literal["python-stdlib", "c4"] = Field(
-        "python-stdlib", description="where text comes from: this interpreter's standard library, or allenai/c4 (streamed)"
+    source: Literal["python-stdlib", "c4"] | Function = Field(
+        "python-stdlib",
+        description="where text comes from: this interpreter's standard library, allenai/c4 (streamed), or a function of your "
+        "own (docs/add-a-model.md)",
     )
     path: str = Field(
         "", description="local file, or folder of .json.gz / .jsonl files, to read `source` from instead of the network"
@@ -150,11 +159,18 @@ class Parallelism(Section):
         -1, description="ranks that share one copy's parameters (FSDP2); -1: all that are left"
     )
     tp: Count = Field(1, description="ranks that split each matrix (tensor parallel)")
-    cp: Count = Field(1, description="ranks that split the sequence (context parallel)")
-    pp: Count = Field(1, description="pipeline stages")
+    cp: Count = Field(1, description="ranks that split each sequence (context parallel); 2 x cp divides training.seq_len")
+    pp: Count = Field(1, description="ranks that split the blocks (pipeline); a step's micro-batches pass through in turn")
     ep: Count = Field(1, description="ranks that split the experts, taken from dp_shard x cp x tp; divides n_experts")
     pp_schedule: Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"] = Field(
-        "1F1B", description="order of micro-batches in the pipeline, by torch's name"
+        "1F1B", description="order of micro-batches in the pipeline, by torch's name; all but the first two: 2 stages a rank"
+    )
+    pp_layers: list[Whole] | None = Field(
+        None, description="blocks of each pipeline stage, first to last; unset: balanced by FLOPs, then by parameters"
+    )
+    reshard_after_forward: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="FSDP frees gathered parameters after forward; auto: never with pp, as each micro-batch would gather them",
     )
     sequence_parallel: bool = Field(True, description="with tp: cut activations along the sequence between the blocks")
     loss_parallel: bool = Field(False, description="with tp: keep the logits cut by vocabulary in the loss")
@@ -163,8 +179,8 @@ class Parallelism(Section):
 
 class ActivationCheckpoint(Section):
     mode: Literal["none", "full", "selective"] = Field("none", description="what backward computes again instead of keeping it")
-    selective_option: Literal["op", "2"] = Field(
-        "op", description="with selective: op keeps the results of costly operators, 2 computes every 2nd block again"
+    selective_option: Literal["op"] | Nth = Field(
+        "op", description="with selective: op keeps the results of costly operators, N computes every N-th block again"
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from titan_cli.config import families, imports
 from titan_cli.config.derive import not_trained_yet
 from titan_cli.errors import ExitCode, TitanError
 from titan_cli.hardware import has_cxx_compiler
@@ -28,6 +29,7 @@ def refuse(target: Target, command: str) -> None:
     """Raise one TitanError (refused, exit 3) with everything that is missing. `command` is the line to repeat in hints."""
     problems = [
         *not_yet(target),
+        *model(target),
         *gpus(target),
         *memory(target),
         *compiler(target, os.environ),
@@ -51,6 +53,26 @@ def not_yet(target: Target) -> list[Problem]:
         )
     ]
     return [*(Problem(what) for what in not_trained_yet(target.config)), *(several if target.config.launch.nodes > 1 else [])]
+
+
+def model(target: Target) -> list[Problem]:
+    """Whether a family of the user's own has what workers import; looked at as text, because it needs torch."""
+    family = target.config.model.family
+    return [] if family in families.FLAVORS else _module(f"{family}.model", "MODEL")
+
+
+def _module(name: str, defines: str) -> list[Problem]:
+    """Whether a module of the user's is there and defines something. The packages above it are imported."""
+    guide = f"docs/add-a-model.md shows one; modules are looked for in {Path.cwd()} and on Python's path"
+    try:
+        found = imports.find(name)
+        if found is None:
+            return [Problem(f"there is no module {name}", guide)]
+        return (
+            [] if imports.may_define(found, defines) else [Problem(f"{name} ({found.origin}) does not define {defines}", guide)]
+        )
+    except Exception as error:  # it is the user's code
+        return [Problem(f"{name}: {type(error).__name__}: {error}", f"see {imports.place(error)}")]
 
 
 def gpus(target: Target) -> list[Problem]:
@@ -83,12 +105,12 @@ def memory(target: Target) -> list[Problem]:
     """Whether the states alone, which nothing but another layout makes smaller, exceed the device."""
     sizes = [gpu.memory_gib for gpu in (*target.visible[: target.world.ranks_per_node], target.gpu) if gpu]
     need = target.states.total / 2**30
-    if target.device == "cpu" or target.world.pp > 1 or not sizes or need <= min(sizes):  # stages are not told apart yet
+    if target.device == "cpu" or not sizes or need <= min(sizes):
         return []
     return [
         Problem(
             f"will not fit: {target.states.sentence()}, before any activation; the device has {min(sizes):.1f} GiB",
-            "use more ranks (parallelism.dp_shard, parallelism.tp), or a smaller model.flavor",
+            "use more ranks (parallelism.dp_shard, parallelism.tp, parallelism.pp), or a smaller model.flavor",
         )
     ]
 
@@ -124,8 +146,12 @@ def tokenizer(target: Target) -> list[Problem]:
 
 
 def text(target: Target, environ: Mapping[str, str]) -> list[Problem]:
-    """Whether streamed data can be reached from here."""
+    """Whether the text is here, or can be reached from here."""
     data = target.config.data
+    module, is_own, function = data.source.partition(":")
+    if is_own:
+        taken = [Problem(f"data.path={data.path}: {data.source} is not told of it", "leave data.path out")] if data.path else []
+        return [*taken, *_module(module, function)]
     if data.path:
         return _folder(Path(data.path), data.source)
     if data.source != "c4":

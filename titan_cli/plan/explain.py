@@ -36,6 +36,7 @@ def explain(target: Target, width: int = 80) -> list[Line]:
     lines = [Line(title(target), heading=True), Line("")]
     lines += [Line(text) for text in tree(target)]
     for heading, rows in (
+        ("stages", stages(target)),
         ("because", [(f["rule"], f"{f['verdict']}: {f['because']}") for f in plan.findings if f["verdict"] != "forbid"]),
         ("settings", [(key, str(value)) for key, value in plan.settings.items()]),
         ("rejected", [(f"{r['strategy']}, AC {r['ac']}", f"{r['rule']}: {r['because']}") for r in plan.rejected]),
@@ -71,8 +72,7 @@ def tree(target: Target) -> list[str]:
             continue
         names = f"layers.{first}" + (f" .. {first + count - 1}" if count > 1 else "")
         first += count
-        by = {"op": "by operator", "2": "every 2nd block"}.get(plan.ac_option, "")
-        ac = f", {plan.ac_mode} AC{' ' + by if by else ''}" if plan.ac_mode != "none" else ""
+        ac = {"none": "", "full": ", full AC", "selective": f", AC{selected(plan.ac_option)}"}[plan.ac_mode]
         core = onion("TransformerBlock", plan.strategy == "block", plan.ac_mode != "none", plan.ac)
         parts.append((names, core, f"{count} {kind}{ac}"))
         if plan.strategy in ("submodule", "norm"):
@@ -87,6 +87,25 @@ def tree(target: Target) -> list[str]:
         parts.append(("attention", "compile(flex_attention)", "on its own"))
     left, middle = (max(len(part[i]) for part in parts) for i in (0, 1))
     return [f"{INDENT}{name:<{left}}  {core:<{middle}}  {note}".rstrip() for name, core, note in parts]
+
+
+def stages(target: Target) -> list[tuple[str, str]]:
+    """What lies on each rank of the pipeline, and the derived rules about it; empty without a pipeline."""
+    world = target.world
+    if world.pp == 1:
+        return []
+    held = ["; ".join(str(stage) for stage in world.stages if stage.rank == rank) for rank in range(world.pp)]
+    derived = {"split": world.rules.get("stages"), "bubble": world.rules.get("pipeline_bubble")}
+    return [*((f"pp rank {rank}", parts) for rank, parts in enumerate(held)), *((k, v) for k, v in derived.items() if v)]
+
+
+def selected(option: str) -> str:
+    """What selective checkpointing selects: " by operator", " every 2nd block"; nothing for the other modes."""
+    if option in ("", "op"):
+        return " by operator" if option else ""
+    n = int(option)
+    ending = "th" if n % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(n % 10, "th")
+    return f" every {n}{ending} block"
 
 
 def onion(core: str, compiled: bool, checkpointed: bool, ac: str) -> str:

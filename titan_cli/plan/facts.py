@@ -34,8 +34,9 @@ class Facts:
     sequence_parallel: bool
     loss_parallel: bool
     async_tp: bool
+    reshard: bool  # FSDP frees gathered parameters after forward
     ac_mode: Literal["none", "full", "selective"]
-    ac_option: str  # "op": by operator; "2": every second block whole
+    ac_option: str  # "op": by operator; "2", "3", ...: every N-th block whole
     float8: bool
     dtype: str
     loss: bool
@@ -65,6 +66,15 @@ class Facts:
         """Checkpointing decides operator by operator what to keep (selective, option "op")."""
         return self.ac_mode == "selective" and self.ac_option == "op"
 
+    def ac_forms(self, kind: str) -> int:
+        """Checkpointed and not: in how many of the two forms blocks of a kind come. Kinds follow each other in the model."""
+        first = 0
+        for name, count in self.blocks:
+            if name == kind:
+                return len({is_checkpointed(number, self.ac_mode, self.ac_option) for number in range(first, first + count)})
+            first += count
+        return 0
+
     @property
     def split_backward(self) -> bool:
         return self.pp > 1 and self.pp_schedule in SPLIT_BACKWARD
@@ -72,6 +82,13 @@ class Facts:
     @property
     def torch_text(self) -> str:
         return ".".join(map(str, self.torch))
+
+
+def is_checkpointed(number: int, mode: str, option: str) -> bool:
+    """Whether a block is checkpointed, by its number in the whole model, so that a pipeline's stages agree with it."""
+    if mode != "selective" or option == "op":
+        return mode != "none"
+    return (number + 1) % int(option) == 0
 
 
 def parse_version(text: str) -> Version:

@@ -26,6 +26,9 @@ class Plan:
     dtype: str
     backend: str
     loss: bool
+    sequence_parallel: bool
+    loss_parallel: bool
+    reshard: bool
     torch: str
     device: str
     capability: tuple[int, int] | None
@@ -129,6 +132,9 @@ def build_plan(facts: Facts, wrapping: Wrapping, findings: list[Found], rejected
         dtype=facts.dtype,
         backend=str(backend),
         loss=wrapping.strategy != "off" and facts.loss,
+        sequence_parallel=facts.tp > 1 and facts.sequence_parallel,
+        loss_parallel=facts.tp > 1 and facts.loss_parallel,
+        reshard=facts.reshard,
         torch=facts.torch_text,
         device=facts.device,
         capability=facts.capability,
@@ -146,16 +152,22 @@ def expectation(wrapping: Wrapping, facts: Facts, breaks: dict[str, int], waited
     """What Dynamo should report after warm-up, by mode and kind of block: graphs (one for each piece of code) and breaks.
 
     A break cuts a piece of code in two, so each adds a graph. Under tensor parallel the first block's input is of another
-    type (still in flight) than the others', and has a graph of its own unless it is waited for. Nothing is expected of a
-    whole-model graph: where it breaks depends on the model.
+    type (still in flight) than the others', and has a graph of its own unless it is waited for. Where only every N-th block
+    is checkpointed, inside the compiled region, those blocks are another piece of code; outside of it they are not. A stage
+    of a pipeline may lack some of it and make fewer graphs. Nothing is expected of a whole-model graph: where it breaks
+    depends on the model.
     """
     if wrapping.strategy in ("off", "whole"):
         return {"train": {}, "eval": {}, "recompiles_after_warmup": 0}
     pieces = {"block": {"dense": 1, "moe": 1}, "submodule": {"dense": 3, "moe": 4}, "norm": {"dense": 1, "moe": 1}}
     first = facts.kinds[0]
     in_flight = {kind: int(kind == first and facts.tp > 1 and not waited) for kind in facts.kinds}
+    forms = {kind: facts.ac_forms(kind) if wrapping.ac == "inside" else 1 for kind in facts.kinds}
     kinds = {
-        kind: {"graphs": pieces[wrapping.strategy][kind] + breaks[kind] + in_flight[kind], "breaks": breaks[kind]}
+        kind: {
+            "graphs": pieces[wrapping.strategy][kind] * forms[kind] + breaks[kind] + in_flight[kind],
+            "breaks": breaks[kind],
+        }
         for kind in facts.kinds
     }
     return {"train": kinds, "eval": kinds, "recompiles_after_warmup": 0}

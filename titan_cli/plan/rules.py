@@ -106,12 +106,13 @@ def whole_selective_ac(facts: Facts, wrapping: Wrapping) -> Finding | None:
 def tp_embedding_wait(facts: Facts, wrapping: Wrapping) -> Finding | None:
     """Under tensor parallel, wait for the embedding's collective before the first compiled region.
 
-    The eager embedding ends in an asynchronous reduce-scatter and hands on a tensor that is still in flight
-    (AsyncCollectiveTensor). From torch 2.13 on, backward through compiled code loses the gradient of such an input: with
-    any fully_shard the embedding's gradient is exactly zero while the loss equals eager to every digit; without it backward
-    raises "'Tensor' object has no attribute '_local_tensor'". torch 2.11 is right; 2.12 was not run and gets the cure,
-    which costs nothing: the first kernel would wait anyway. Of compiled norms alone, another model lost a tenth of the
-    gradient; in titan's models nothing was lost, and they get the cure all the same.
+    The eager embedding ends in an asynchronous reduce-scatter (without sequence parallel in an all-reduce, with the same
+    effect) and hands on a tensor that is still in flight (AsyncCollectiveTensor). From torch 2.13 on, backward through
+    compiled code loses the gradient of such an input: with any fully_shard the embedding's gradient is exactly zero while
+    the loss equals eager to every digit; without it backward raises "'Tensor' object has no attribute '_local_tensor'".
+    torch 2.11 is right; 2.12 was not run and gets the cure, which costs nothing: the first kernel would wait anyway. Of
+    compiled norms alone, another model lost a tenth of the gradient; in titan's models nothing was lost, and they get the
+    cure all the same.
 
     The cure is a forward hook on the embedding that calls wait_tensor. It renames nothing. Not cures: fully_shard (turns
     the crash into the silent zero), AsyncCollectiveTensor.wait() (the gradient becomes None), a wrapper (renames).
@@ -137,7 +138,8 @@ def tp_ac_inside(facts: Facts, wrapping: Wrapping) -> Finding | None:
     gradients equal to eager on all of them, and memory drops as much.
     """
     whole_blocks = facts.ac_mode != "none" and not facts.ac_by_op
-    affected = facts.tp > 1 and whole_blocks and facts.attention == "sdpa" and facts.family == "llama3"
+    # A family of a user's own may well have a block like Llama's.
+    affected = facts.tp > 1 and whole_blocks and facts.attention == "sdpa" and facts.family != "deepseek_v3"
     if not affected or wrapping != Wrapping("block", "inside") or not (2, 12, 0) <= facts.torch < (2, 14, 0):
         return None
     return Finding(
@@ -152,7 +154,8 @@ def tp_ac_inside(facts: Facts, wrapping: Wrapping) -> Finding | None:
 def async_tp_needs_inductor(facts: Facts, wrapping: Wrapping) -> Finding | None:
     """Async tensor parallel is a pass of inductor: what is not compiled by inductor does not overlap.
 
-    With compile off, or only norms compiled, or another backend, the option would silently do nothing.
+    With compile off, or only norms compiled, or another backend, the option would silently do nothing. Of a module that is
+    compiled on its own, one of the two ends lies outside of what the pass sees.
     """
     if not facts.async_tp or (wrapping.strategy in ("whole", "block") and facts.backend in ("auto", "inductor")):
         return None
@@ -181,20 +184,76 @@ def async_tp_without_tp(facts: Facts, wrapping: Wrapping) -> Finding | None:
     )
 
 
-def async_tp_reduce_scatter(facts: Facts, wrapping: Wrapping) -> Finding | None:
-    """With async tensor parallel, operator-level checkpointing must not save the reduce-scatter's result.
+def async_tp_needs_cuda(facts: Facts, wrapping: Wrapping) -> Finding | None:
+    """Async tensor parallel needs GPUs of one machine that read and write each other's memory (NVLink).
 
-    A saved reduce-scatter is an output of the forward graph, so inductor cannot fuse it with the matmul before it, and
-    that half of the overlap is lost without a message.
+    Its matmuls run piece by piece, and each piece is fetched from, or put into, symmetric memory of the other ranks while the
+    next one is computed. A CPU has no such memory.
     """
-    if not facts.async_tp or not facts.ac_by_op or wrapping.strategy not in ("whole", "block"):
+    if not facts.async_tp or facts.device == "cuda":
+        return None
+    return Finding(
+        "forbid",
+        "async_tp moves data through the symmetric memory of CUDA devices, and this is a CPU",
+        "reported",
+        ("pytorch/torchtitan#429", "torch.distributed._symmetric_memory"),
+        instead="parallelism.async_tp=false",
+    )
+
+
+def async_tp_needs_sequence_parallel(facts: Facts, wrapping: Wrapping) -> Finding | None:
+    """Async tensor parallel without sequence parallel has nothing to fuse.
+
+    What it fuses is an all-gather with the matmuls after it, and a matmul with the reduce-scatter after it. Where activations
+    are whole between the blocks there is an all-reduce instead of both, which the pass does not look for.
+    """
+    if not facts.async_tp or facts.tp == 1 or facts.sequence_parallel:
+        return None
+    return Finding(
+        "forbid",
+        "async_tp fuses matmuls with the all-gathers and reduce-scatters of sequence parallel; without it there are none",
+        "reported",
+        ("torch/_inductor/fx_passes/micro_pipeline_tp.py",),
+        instead="parallelism.sequence_parallel=true",
+    )
+
+
+def async_tp_needs_bfloat16(facts: Facts, wrapping: Wrapping) -> Finding | None:
+    """Async tensor parallel is for bfloat16.
+
+    A float32 matmul takes many times as long and its communication only twice as long, so that there is little to hide, and
+    nobody reports having checked it.
+    """
+    if not facts.async_tp or facts.dtype == "bfloat16":
+        return None
+    return Finding(
+        "forbid",
+        f"async_tp hides communication behind bfloat16 matmuls, and this run computes in {facts.dtype}",
+        "reported",
+        ("pytorch/torchtitan#429",),
+        instead="parallelism.async_tp=false",
+    )
+
+
+def async_tp_fusion(facts: Facts, wrapping: Wrapping) -> Finding | None:
+    """Async tensor parallel is switched on in inductor, and needs its process group registered for symmetric memory.
+
+    The pass looks for both and says nothing where it does not fuse: a group that is not registered keeps its plain
+    collectives. Registering is called deprecated since torch 2.11, but the pass asks for it up to 2.14. It does not find an
+    all-gather of a batch of one, which torch makes a view, so titan then gathers rows.
+
+    In a block of Llama 3 all four collectives of forward are fused, and the two all-gathers of backward. Its two
+    reduce-scatters are not: they reduce a sum of several matmuls. Checkpointing does not change that, by operator or whole;
+    it may keep what a reduce-scatter made, which cost the fusion in older releases.
+    """
+    if not facts.async_tp or facts.tp == 1 or not facts.sequence_parallel:
         return None
     return Finding(
         "set",
-        "a saved reduce-scatter cannot be fused with its matmul, so it is recomputed instead of saved",
+        f"async_tp: all-gathers and reduce-scatters of the {facts.tp} tp ranks are fused with their matmuls in compiled blocks",
         "reported",
-        ("pytorch/torchtitan#965", "pytorch/torchtitan#866"),
-        settings={"ac.save_reduce_scatter": False},
+        ("pytorch/torchtitan#4045", "pytorch/torchtitan#1185", "pytorch/torchtitan#965", f"what is fused: {MEASURED}"),
+        settings={"torch._inductor.config._micro_pipeline_tp": True, "tp.symmetric_memory": True},
     )
 
 
@@ -394,6 +453,24 @@ def split_backward_donated(facts: Facts, wrapping: Wrapping) -> Finding | None:
     )
 
 
+def split_backward_by_op(facts: Facts, wrapping: Wrapping) -> Finding | None:
+    """Schedules that split backward do not work with operator-level checkpointing outside of compiled code.
+
+    Backward then runs twice over one checkpoint, once for the input's gradient and once for the weights', and what forward
+    kept for it is handed out only once: "Trying to backward an extra time". Inside a compiled block the compiler plans what
+    is kept, and checkpointing whole blocks keeps nothing that could be used up.
+    """
+    if not facts.split_backward or not facts.ac_by_op or wrapping.ac == "inside":
+        return None
+    return Finding(
+        "forbid",
+        f"{facts.pp_schedule} runs backward twice, and what operator-level checkpointing kept is there only once",
+        "cell",
+        (MEASURED,),
+        instead="activation_checkpoint.mode=full",
+    )
+
+
 def split_backward_flex(facts: Facts, wrapping: Wrapping) -> Finding | None:
     """Schedules that split backward do not work with FlexAttention.
 
@@ -571,7 +648,10 @@ RULES: tuple[Rule, ...] = (
     tp_ac_inside,
     async_tp_needs_inductor,
     async_tp_without_tp,
-    async_tp_reduce_scatter,
+    async_tp_needs_cuda,
+    async_tp_needs_sequence_parallel,
+    async_tp_needs_bfloat16,
+    async_tp_fusion,
     nested_experts_ac_inside,
     nested_experts_by_op_outside,
     nested_experts_break,
@@ -583,6 +663,7 @@ RULES: tuple[Rule, ...] = (
     flex_by_op,
     split_backward_compiled,
     split_backward_donated,
+    split_backward_by_op,
     split_backward_flex,
     tied_pipeline,
     replicate_by_fsdp,

@@ -5,17 +5,18 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
 from titan_cli import hardware
+from titan_cli.config import families
 from titan_cli.config.derive import ModelConfig, Resolved, model_config, resolve
 from titan_cli.config.layers import Origin, load
 from titan_cli.config.schema import Config
-from titan_cli.errors import TitanError
+from titan_cli.errors import ExitCode, TitanError
 from titan_cli.plan import fit
 from titan_cli.plan.facts import OLDEST, Facts, Version, parse_version
+from titan_cli.plan.names import lookup
 from titan_cli.plan.planner import Plan, make_plan
 
 
@@ -55,10 +56,31 @@ def build(
     facts = make_facts(config, world, gpu, visible, planned_torch(torch))
     plan = make_plan(facts, config.compile.strategy, config.compile.force, without)
     model = model_config(config)
-    cuts = import_module(f"titan_cli.models.{config.model.family}.tp_plan")
-    states = fit.states(model.shapes(), world, cuts.TP_PLAN, cuts.CUT_DIM, config.training.dtype)
+    family = families.find(config.model.family)
+    if config.model.family not in families.FLAVORS:
+        check_cuts(family, model, world.tp)
+    states = fit.states(model.shapes(), world, family.tp_plan, family.cut_dim, config.training.dtype, not plan.reshard)
     name = Path(preset).stem if preset else "config"
     return Target(name, config, loaded.origins, world, model, gpu, visible, facts, plan, states)
+
+
+def check_cuts(family: families.Family, model: ModelConfig, tp: int) -> None:
+    """Raise TitanError (refused) where the TP_PLAN of a user's own family does not fit its parameters."""
+    words = family.cut_dim
+    wrong = [
+        f'{pattern} = "{word}"; the styles are {", ".join(words)}'
+        for pattern, word in family.tp_plan.items()
+        if word not in words
+    ]
+    for name, shape in model.shapes().items() if not wrong else ():
+        word = lookup(name.rpartition(".")[0], family.tp_plan)
+        if word is None and tp > 1:
+            wrong.append(f"no style for {name}: with tp = {tp} each module that has parameters needs one")
+        elif word and (cut := words[word]) is not None and cut >= len(shape):
+            wrong.append(f"{name} is {shape}, and {word} cuts dimension {cut}")
+    if wrong:
+        more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+        raise TitanError(f"{family.package}.tp_plan: {wrong[0]}{more}", f"{families.GUIDE}.", ExitCode.REFUSED)
 
 
 def fixed(config: Config, world: Resolved) -> Config:
@@ -104,6 +126,7 @@ def make_facts(
         sequence_parallel=parallelism.sequence_parallel,
         loss_parallel=parallelism.loss_parallel,
         async_tp=parallelism.async_tp,
+        reshard={"auto": world.pp == 1, "always": True, "never": False}[parallelism.reshard_after_forward],
         ac_mode=ac.mode,
         ac_option=ac.selective_option,
         float8=config.float8.enable,

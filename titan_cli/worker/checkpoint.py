@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from titan_cli.errors import ExitCode, TitanError
 from titan_cli.runs import records
@@ -20,6 +20,8 @@ from titan_cli.runs.folder import COMMIT_MARKER, RunFolder, committed_steps, las
 from titan_cli.worker.report import lost_peer
 
 NO_SPACE_BYTES = 2**20
+# Everything of a parameter lies under its own name: the ranks of a pipeline have different ones, and the next layout others.
+BY_NAME = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def save(
@@ -35,7 +37,7 @@ def save(
         _delete_torn(run)
         folder.mkdir(parents=True)
     dist.barrier()
-    weights, moments = get_state_dict(model, optimizer)
+    weights, moments = get_state_dict(model, optimizer, options=BY_NAME)
     try:
         state_dict_saver.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
     except (Exception, CheckpointException) as error:  # raised on every rank, whichever could not write
@@ -57,7 +59,7 @@ def save(
 
 def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Fill model and optimizer from a committed checkpoint, of any layout of the same model. Returns the saved state."""
-    weights, moments = get_state_dict(model, optimizer)
+    weights, moments = get_state_dict(model, optimizer, options=BY_NAME)
     content: dict[str, Any] = {"model": weights, "optimizer": moments}
     try:
         state_dict_loader.load(content, checkpoint_id=folder)
@@ -72,7 +74,7 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> di
             "its model must have the same dimensions",
             ExitCode.WORKER_EXCEPTION,
         ) from error
-    set_state_dict(model, optimizer, model_state_dict=content["model"], optim_state_dict=content["optimizer"])
+    set_state_dict(model, optimizer, model_state_dict=content["model"], optim_state_dict=content["optimizer"], options=BY_NAME)
     return records.read_json(folder / COMMIT_MARKER)
 
 

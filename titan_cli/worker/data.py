@@ -9,25 +9,53 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache, partial
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from torch import Tensor
 
-from titan_cli.config import schema
+from titan_cli.config import imports, schema
 from titan_cli.errors import ExitCode, TitanError
 from titan_cli.tokenizer.tokenizer import WITHOUT_IT, Tokenizer
 from titan_cli.tokenizer.train import python_files, read, stdlib
 
 T = TypeVar("T")
-Batch = tuple[Tensor, Tensor]  # inputs and labels, (B, T) int64 each; a label is its input's next token
 Texts = Callable[[], Iterator[str]]  # documents, from the first one at every call
 
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch of one rank. A label is its input's next token.
+
+    `length` is that of the whole sequence, of which these may be a part, with `positions` in it.
+    """
+
+    inputs: Tensor  # (B, T) int64
+    labels: Tensor  # (B, T) int64
+    starts: Tensor | None = None  # (B, T) int64: where the document of each input begins; None: they are one text
+    positions: Tensor | None = None  # (T,) int64
+    length: int | None = None
+
+    def where(self) -> dict[str, Any]:
+        """What the model must be told besides its inputs, by the names of its arguments."""
+        known = {"starts": self.starts, "positions": self.positions, "length": self.length}
+        return {name: value for name, value in known.items() if value is not None}
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        """The batch with every tensor changed."""
+        changed: dict[str, Any] = {
+            f.name: function(value) for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)
+        }
+        return replace(self, **changed)
+
+
+OWN_HINT = "It is called as function(held_out) and yields text, the same at every call: see docs/add-a-model.md."
 C4_HINT = "Local copies of its files, read without a network: data.path=FOLDER\n" + WITHOUT_IT
 
 
@@ -86,14 +114,18 @@ class Data:
         config: schema.Config,
         dp_rank: int,
         dp_size: int,
+        begin_id: int,
+        eval_micro_batches: int,
     ) -> None:
         self.fingerprint = fingerprint
+        self.begin_id = begin_id if config.model.attention == "flex" else None
         self.dp_rank, self.dp_size = dp_rank, dp_size
         self.local_batch_size = config.training.local_batch_size
         self.global_batch_size = config.training.global_batch_size or self.local_batch_size * dp_size
         self.eval_sequences = config.metrics.eval_sequences
         self.unit = self.local_batch_size * dp_size  # sequences of one micro-batch on every rank
         assert self.global_batch_size % self.unit == 0, f"{self.global_batch_size} sequences a step, not n x {self.unit}"
+        self.eval_unit = self.unit * eval_micro_batches
         self._train, self._held_out = train, held_out
         self._last: tuple[int, list[Batch]] | None = None
 
@@ -118,28 +150,34 @@ class Data:
 
     @cached_property
     def _eval_rows(self) -> np.ndarray:
-        """The first `eval_sequences` of the held-out split, rounded down to full micro-batches on every rank, at least one.
+        """The first `eval_sequences` of the held-out split, rounded down to full micro-batches on every rank, at
+        least one (in a pipeline a round of them).
 
-        A split that is too short for that one is repeated.
+        A split that is too short for that is repeated.
         """
-        rows = self._held_out.head(max(self.eval_sequences, self.unit))
+        rows = self._held_out.head(max(self.eval_sequences, self.eval_unit))
         if not len(rows):
-            raise too_short("the held-out split", "data.val_every")
-        return rows[np.arange(max(len(rows) // self.unit, 1) * self.unit) % len(rows)]
+            raise too_short("the held-out split", "hold out more: data.val_every, or what a source of your own gives")
+        return rows[np.arange(max(len(rows) // self.eval_unit, 1) * self.eval_unit) % len(rows)]
 
     def _batches(self, rows: np.ndarray) -> list[Batch]:
         # Both are new arrays, not views of one: compiled code is specialised on strides, also those of a batch of one.
         inputs, labels = (torch.from_numpy(part.astype(np.int64, order="C")) for part in (rows[:, :-1], rows[:, 1:]))
-        return list(zip(inputs.split(self.local_batch_size), labels.split(self.local_batch_size), strict=True))
+        size, starts = self.local_batch_size, None if self.begin_id is None else document_starts(inputs, self.begin_id)
+        parts = (inputs.split(size), labels.split(size), repeat(None) if starts is None else starts.split(size))
+        return [Batch(*part) for part in zip(*parts, strict=False)]  # None is repeated without end
 
 
-def build_data(config: schema.Config, dp_rank: int, dp_size: int, tokenizer: Tokenizer) -> Data:
-    """The data of one data-parallel rank. Raises TitanError for data that is missing, unreadable or too short."""
-    source = {"python-stdlib": python_stdlib, "c4": c4}[config.data.source]
+def build_data(config: schema.Config, dp_rank: int, dp_size: int, tokenizer: Tokenizer, eval_micro_batches: int = 1) -> Data:
+    """The data of one data-parallel rank; evaluation takes a multiple of `eval_micro_batches`.
+
+    Raises TitanError for data that is missing, unreadable or too short.
+    """
+    source = {"python-stdlib": python_stdlib, "c4": c4}.get(config.data.source, own)
     train, held_out, fingerprint = source(config.data, config.training.seq_len, tokenizer)
     if not len(train.head(1)):
-        raise too_short(f"data.source={config.data.source}", "name more text in data.path")
-    data = Data(train, held_out, fingerprint, config, dp_rank, dp_size)
+        raise too_short(f"data.source={config.data.source}", "give it more text" if source is own else "name more in data.path")
+    data = Data(train, held_out, fingerprint, config, dp_rank, dp_size, tokenizer.bos_id, eval_micro_batches)
     if config.metrics.eval_every:
         data.eval_batches()  # a missing split is an error now, not after the first 500 steps
     return data
@@ -203,6 +241,41 @@ def c4_texts(files: list[Path], split: str) -> Iterator[str]:
         raise TitanError(why, C4_HINT, ExitCode.REFUSED) from error
 
 
+HEAD = 8  # sequences of either split that the fingerprint of a user's own source knows
+
+
+def own(data: schema.Data, seq_len: int, tokenizer: Tokenizer) -> Source:
+    """A user's own function, "package.module:function": given `held_out`, it yields the documents of that split.
+
+    A Stream, as it may yield more than memory holds, or without end; so they are trained on in the order they come in, and
+    shuffling them is its part. It is called again for every epoch and by every rank, and must begin anew and yield the same:
+    that is looked at for the first HEAD sequences, which the fingerprint also knows. A change behind them goes unseen.
+    """
+    module, _, name = data.source.partition(":")
+    function = getattr(imports.load(module), name, None)
+    if not callable(function):
+        raise TitanError(f"data.source={data.source}: {module} has no function {name}", OWN_HINT, ExitCode.REFUSED)
+    train, held_out = (Stream(partial(own_texts, data.source, function, held), seq_len, tokenizer) for held in (False, True))
+    first, again = ([split.head(HEAD).tobytes() for split in (train, held_out)] for _ in range(2))
+    if first != again:
+        raise TitanError(f"data.source={data.source} yields other documents the second time", OWN_HINT, ExitCode.REFUSED)
+    return train, held_out, digest(data.source, *first, seq_len, tokenizer.identity)
+
+
+def own_texts(source: str, function: Callable[[bool], object], held_out: bool) -> Iterator[str]:
+    """What a user's function yields. Raises what it raises, and TitanError if that is not text after text."""
+    documents = function(held_out)
+    if isinstance(documents, str) or not isinstance(documents, Iterable):  # of a text it would be the letters
+        raise TitanError(
+            f"data.source={source} gives one {type(documents).__name__}, not documents", OWN_HINT, ExitCode.REFUSED
+        )
+    for document in documents:
+        if not isinstance(document, str):
+            kind = type(document).__name__
+            raise TitanError(f"data.source={source} yields a {kind} for a document, not text", OWN_HINT, ExitCode.REFUSED)
+        yield document
+
+
 def pick(documents: Iterable[T], every: int, held_out: bool) -> Iterator[T]:
     """Every `every`-th document, or all the others. By document, so that no text is in both."""
     return (document for i, document in enumerate(documents, 1) if (i % every == 0) == held_out)
@@ -212,6 +285,12 @@ def pack(texts: Iterable[str], tokenizer: Tokenizer) -> np.ndarray:
     """All documents back to back, (tokens,); in the smallest type that holds the vocabulary."""
     dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
     return np.fromiter(chain.from_iterable(map(tokenizer.encode_document, texts)), dtype)
+
+
+def document_starts(inputs: Tensor, begin_id: int) -> Tensor:
+    """Position of the last document's beginning at or before each token, 0 if it lies before the sequence. (B, T), both."""
+    here = torch.where(inputs == begin_id, torch.arange(inputs.shape[1]), 0)
+    return here.cummax(dim=1).values
 
 
 def windows(tokens: np.ndarray, seq_len: int) -> np.ndarray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,20 +123,25 @@ class Audit:
         return f"{self.alive}/{self.total} gradients alive"
 
 
-def audit_gradients(model: nn.Module) -> Audit:
-    """Look for gradients that are missing, not finite or exactly zero. Collective; waits for the device once."""
-    named = list(model.named_parameters())
-    states = torch.stack([_state(parameter) for _, parameter in named])  # (parameters, 3)
+def audit_gradients(model: nn.Module, names: Sequence[str]) -> Audit:
+    """Look for gradients that are missing, not finite or exactly zero. Collective; waits for the device once.
+
+    `names` are all parameters of the whole model: this rank may have one stage of it.
+    """
+    mine = dict(model.named_parameters())
+    device = next(iter(mine.values())).device
+    nothing = torch.zeros(3, dtype=torch.int32, device=device)
+    states = torch.stack([_state(mine[name]) if name in mine else nothing for name in names])  # (parameters, 3)
     dist.all_reduce(states, op=dist.ReduceOp.MAX)
     faults = []
-    for (name, _), (alive, missing, broken) in zip(named, states.tolist(), strict=True):
+    for name, (alive, missing, broken) in zip(names, states.tolist(), strict=True):
         if missing:
             faults.append(f"{name} has no gradient: it does not reach the loss")
         elif broken:
             faults.append(f"the gradient of {name} is NaN or infinite")
         elif not alive:
             faults.append(f"the gradient of {name} is exactly zero: it learns nothing")
-    return Audit(len(named) - len(faults), len(named), tuple(faults))
+    return Audit(len(names) - len(faults), len(names), tuple(faults))
 
 
 def _state(parameter: nn.Parameter) -> torch.Tensor:
@@ -149,21 +154,23 @@ def _state(parameter: nn.Parameter) -> torch.Tensor:
     return torch.stack([gradient.any().int(), none, (~gradient.isfinite()).any().int()])
 
 
-def compare_with_eager(model: nn.Module, backward: Callable[[], None]) -> dict[str, float]:
+def compare_with_eager(model: nn.Module, names: Sequence[str], backward: Callable[[], object]) -> dict[str, float]:
     """Relative difference (L2) of each parameter's gradient, compiled against eager, over all ranks. Collective.
 
-    `backward` runs the same forward and backward each time it is called; gradients are left cleared. Equal losses prove
-    nothing here, nor do equal norms: the difference is taken element by element.
+    `names` are all parameters of the whole model. `backward` runs the same forward and backward each time it is called;
+    gradients are left cleared. Equal losses prove nothing here, nor do equal norms: the difference is taken element by
+    element.
     """
     gradients = []
     for stance in ("default", "force_eager"):
         with torch.compiler.set_stance(stance):
             backward()
-        gradients.append([_local(parameter.grad) for parameter in model.parameters()])
+        gradients.append({name: _local(parameter.grad) for name, parameter in model.named_parameters()})
         model.zero_grad(set_to_none=True)
-    sums = torch.stack([_squares(compiled, eager) for compiled, eager in zip(*gradients, strict=True)])  # (parameters, 2)
+    compiled, eager = gradients
+    nothing = torch.zeros(2, dtype=torch.float64, device=next(model.parameters()).device)
+    sums = torch.stack([_squares(compiled[n], eager[n]) if n in eager else nothing for n in names])  # (parameters, 2)
     dist.all_reduce(sums)
-    names = [name for name, _ in model.named_parameters()]
     return {name: (off / max(whole, 1e-300)) ** 0.5 for name, (off, whole) in zip(names, sums.tolist(), strict=True)}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -43,10 +44,18 @@ def learning_rate(step: int, steps: int, peak: float, schedule: schema.LrSchedul
     return peak * (schedule.min_share + (1 - schedule.min_share) * remaining)
 
 
-def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
+def clip_gradients(model: nn.Module, max_norm: float, pipe: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Scale all gradients so that their joint L2 norm is at most `max_norm`; returns the norm before, the same on every rank.
 
-    Every parameter is a DTensor on one mesh (parallel.apply_tensor_parallel), so torch's own norm sums each shard once.
+    Every parameter is a DTensor on one mesh (tensor_parallel.apply_tensor_parallel), so torch's own norm sums each shard
+    once; `pipe` are the ranks that hold the stages of a pipeline.
     """
-    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm, foreach=True)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    parameters = list(model.parameters())
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None], foreach=True)
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    if pipe:
+        squares = norm.square()
+        dist.all_reduce(squares, group=pipe)
+        norm = squares.sqrt()
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)
+    return norm

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -10,68 +11,87 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInputOutput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.tensor import DTensor
 
 from titan_cli.config.derive import Resolved
 from titan_cli.models.common.init import draw
-from titan_cli.plan.names import lookup, matches
+from titan_cli.plan.names import matches
 from titan_cli.plan.planner import Plan
 from titan_cli.worker import private
+from titan_cli.worker.context_parallel import apply_context_parallel
+from titan_cli.worker.flex import apply_flex
 from titan_cli.worker.health import CompileWatch
+from titan_cli.worker.recompute import checkpoint_blocks
+from titan_cli.worker.tensor_parallel import apply_tensor_parallel
 
 
-def build_mesh(world: Resolved, device: str) -> DeviceMesh:
-    """The ranks as a grid (dp_replicate, dp_shard, tp): neighbours in rank are neighbours in tp, the chattiest dimension."""
-    return init_device_mesh(
-        device, (world.dp_replicate, world.dp_shard, world.tp), mesh_dim_names=("dp_replicate", "dp_shard", "tp")
-    )
+@dataclass(frozen=True)
+class Mesh:
+    """The ranks of a run as grids; neighbours in rank are neighbours in the last dimension, the chattiest.
 
-
-def parallelize(model: nn.Module, mesh: DeviceMesh, plan: Plan, tp_plan: Mapping[str, str]) -> CompileWatch:
-    """Change a meta-device model in place so that it trains on `mesh`. Names of parameters and modules do not change.
-
-    Returns what watches the compiler, to be asked after the first step.
+    ranks: (pp, dp_replicate, fsdp, tp), what parameters are laid out on; fsdp = dp_shard x cp, all that hold a part of
+    the same parameters. cp: 1-D, the ranks of fsdp that share their sequences.
     """
-    watch = CompileWatch(plan.backend)
+
+    ranks: DeviceMesh
+    cp: DeviceMesh
+
+    @property
+    def stage(self) -> int:
+        """This rank's place in the pipeline."""
+        return self.ranks.get_local_rank("pp")
+
+    @property
+    def dp_rank(self) -> int:
+        """Which of the data-parallel parts of a batch this rank reads."""
+        rank = self.ranks.get_local_rank
+        return (rank("dp_replicate") * self.ranks["fsdp"].size() + rank("fsdp")) // self.cp.size()
+
+
+def build_mesh(world: Resolved, device: str) -> Mesh:
+    """Collective: makes the process groups of every dimension."""
+    fsdp = world.dp_shard * world.cp
+    ranks = init_device_mesh(
+        device, (world.pp, world.dp_replicate, fsdp, world.tp), mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp")
+    )
+    others = world.world_size // (world.cp * world.tp)
+    # A mesh of its own: slicing a part of fsdp out of the first needs what torch keeps private.
+    cp = init_device_mesh(device, (others, world.cp, world.tp), mesh_dim_names=("others", "cp", "tp"))["cp"]
+    return Mesh(ranks, cp)
+
+
+def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, tp_plan: Mapping[str, str], watch: CompileWatch) -> None:
+    """Change a meta-device model, or one stage of it, in place so that it trains on `mesh`. No name changes.
+
+    `watch` is told of every block and sees what the compiler makes of them.
+    """
     for name, value in plan.settings.items():
-        private.apply_setting(name, value)
+        if name.startswith("torch."):
+            private.apply_setting(name, value)
     # First, because it replaces parameters by DTensors, which everything after it must see.
-    if mesh["tp"].size() > 1:
-        apply_tensor_parallel(model, mesh["tp"], tp_plan)
+    if mesh.ranks["tp"].size() > 1:
+        apply_tensor_parallel(model, mesh.ranks["tp"], tp_plan, plan)
+    # Inside the blocks, so before what lies around them.
+    if mesh.cp.size() > 1:
+        apply_context_parallel(model, mesh.cp)
     # A cure is a hook on an eager module, so it comes after tensor parallel's own hooks, which it waits for.
     for cure in plan.cures:
         CURES[cure["what"]](model)
+    apply_flex(model, plan)
     # Around forwards, from the inside out. FSDP's hooks run in Module.__call__, outside of this onion, which is what keeps
     # the graphs whole.
-    onion = (checkpoint_blocks, compile_modules)
+    onion = (lambda: checkpoint_blocks(named_blocks(model), plan), lambda: compile_modules(model, plan, watch))
     for layer in onion if plan.ac == "inside" else reversed(onion):
-        layer(model, plan, watch)
+        layer()
     for name, block in named_blocks(model) if plan.strategy != "whole" else ():  # a whole-model graph would trace it
         block.forward = watch.track(name, str(block.kind), block.forward)
     # Last: it moves parameters into sharded storage and must see the final ones.
-    apply_fsdp(model, mesh["dp_replicate", "dp_shard"], plan.dtype)
-    return watch
+    apply_fsdp(model, mesh.ranks["dp_replicate", "fsdp"], plan.dtype, plan.reshard)
 
 
 def named_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The transformer blocks that this rank holds, first to last, with their names."""
     return [(f"layers.{name}", block) for name, block in model.get_submodule("layers").named_children()]
-
-
-def checkpoint_blocks(model: nn.Module, plan: Plan, watch: CompileWatch) -> None:
-    """Keep only the inputs of each block, and run its forward again in backward."""
-    if plan.ac_mode == "full":
-        for _, block in named_blocks(model):
-            block.forward = checkpointed(block.forward)
 
 
 def compile_modules(model: nn.Module, plan: Plan, watch: CompileWatch) -> None:
@@ -89,91 +109,40 @@ def compile_modules(model: nn.Module, plan: Plan, watch: CompileWatch) -> None:
                 break
 
 
-def checkpointed(forward: Callable) -> Callable:
-    """`forward` that keeps only its inputs and runs again in backward."""
-
-    def recompute(*args: torch.Tensor) -> torch.Tensor:
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False)  # nothing in a block is random
-
-    return recompute
-
-
 def wait_on_embedding(model: nn.Module) -> None:
-    """Hand the blocks an embedding that has arrived (the rule tp-embedding-wait says why)."""
+    """Hand the blocks an embedding that has arrived (the rule tp-embedding-wait says why). Later stages have none."""
 
     def wait(module: nn.Module, args: object, output: torch.Tensor) -> torch.Tensor:
         return private.wait_tensor(output)
 
-    model.get_submodule("tok_embeddings").register_forward_hook(wait)
+    if model.tok_embeddings is not None:
+        model.get_submodule("tok_embeddings").register_forward_hook(wait)
 
 
 # What a plan's cures mean.
 CURES: Mapping[str, Callable[[nn.Module], None]] = {"wait on tok_embeddings output": wait_on_embedding}
 
 
-def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, tp_plan: Mapping[str, str]) -> None:
-    """Cut the model along `mesh` where the family's TP_PLAN says, with sequence parallel between the cuts.
-
-    Every parameter becomes a DTensor on the mesh, replicated where it is not cut: one mesh for all is what makes the
-    gradient norm right.
-    """
-    found = {name: lookup(name, tp_plan) for name, _ in model.named_modules()}
-    parallelize_module(model, mesh, {name: STYLES[style]() for name, style in found.items() if style})
-
-
-class GatherFirst(ParallelStyle):
-    """Gather the first argument along the sequence once, for all column-parallel modules inside; leave the others."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def gather(module: nn.Module, inputs: tuple) -> tuple:
-            cut = inputs[0]  # (B, T/tp, D), from a sequence-parallel norm: a DTensor
-            return (cut.redistribute(placements=(Replicate(),)), *inputs[1:])  # (B, T, D)
-
-        module.register_forward_pre_hook(gather)
-        return module
-
-
-class Head(ParallelStyle):
-    """Logits from a sequence-parallel input, gathered to the whole vocabulary. A tied head has no weight of its own to cut."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        own: ParallelStyle = ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())
-        tied = PrepareModuleInputOutput(
-            input_layouts=(Shard(1), None),
-            desired_input_layouts=(Replicate(), None),
-            output_layouts=(Shard(-1),),
-            desired_output_layouts=(Replicate(),),
-        )
-        return (own if list(module.parameters()) else tied)._apply(module, device_mesh)
-
-
-# The words of models/*/tp_plan.py in torch's styles.
-STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
-    "embedding": lambda: RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-    "colwise": ColwiseParallel,
-    "rowwise": lambda: RowwiseParallel(output_layouts=Shard(1)),
-    "sequence": SequenceParallel,
-    "gather": GatherFirst,
-    "head": Head,
-}
-
-
-def apply_fsdp(model: nn.Module, mesh: DeviceMesh, dtype: str) -> None:
-    """Shard parameters, gradients and optimizer over `mesh` (dp_replicate, dp_shard), one unit for each block.
+def apply_fsdp(model: nn.Module, mesh: DeviceMesh, dtype: str, reshard: bool) -> None:
+    """Shard parameters, gradients and optimizer over `mesh` (dp_replicate, fsdp), one unit for each block.
 
     Also at degree 1: the mixed-precision policy is what casts float32 parameters to the compute type, so one path
     serves every world size. Gradients are summed, not averaged: the loss is already divided by the tokens of all ranks.
+    `reshard`: free a unit's gathered parameters after forward, and gather them again in backward.
     """
     # Inputs are not cast: tokens need none, h has the compute type already, and bfloat16 rotary tables would blur positions.
     policy = MixedPrecisionPolicy(getattr(torch, dtype), reduce_dtype=master_dtype(dtype), cast_forward_inputs=False)
-    shard = partial(fully_shard, mesh=mesh if mesh["dp_replicate"].size() > 1 else mesh["dp_shard"], mp_policy=policy)
+    mesh = mesh if mesh["dp_replicate"].size() > 1 else mesh["fsdp"]
+    shard = partial(fully_shard, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     for _, block in named_blocks(model):
         shard(block)
-    if "output.weight" in dict(model.named_parameters()):  # a tied head needs the embedding: both stay in the root unit
+    own = dict(model.named_parameters())
+    if "tok_embeddings.weight" in own and ("output.weight" in own or model.output is None):  # a tied head needs it: root unit
         shard(model.get_submodule("tok_embeddings"))
+    if "output.weight" in own:
         # The head is the last in forward and the first in backward: keep it gathered in between.
         head = [model.get_submodule("norm"), model.get_submodule("output")]
-        shard(head, reshard_after_forward=False)
+        fully_shard(head, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     shard(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -7,8 +7,8 @@ import os
 import resource
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -16,26 +16,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from titan_cli import hardware
 from titan_cli.config.derive import Resolved, model_config, resolve
 from titan_cli.config.layers import load
 from titan_cli.config.schema import Config
+from titan_cli.config.stages import Stage
 from titan_cli.errors import ExitCode, TitanError
-from titan_cli.models.llama3.config import Llama3Config
-from titan_cli.models.llama3.model import Llama3
-from titan_cli.models.llama3.tp_plan import TP_PLAN
 from titan_cli.plan.facts import parse_version
 from titan_cli.plan.planner import Plan
 from titan_cli.runs import records
 from titan_cli.runs.folder import RunFolder, last_committed
 from titan_cli.tokenizer.tokenizer import load as load_tokenizer
-from titan_cli.worker import checkpoint, optim, private
+from titan_cli.worker import checkpoint, context_parallel, optim, pipeline, private
 from titan_cli.worker.data import Batch, Data, build_data
+from titan_cli.worker.family import make_model
 from titan_cli.worker.health import CompileWatch, audit_gradients, check_compile, compare_with_eager
-from titan_cli.worker.parallel import build_mesh, master_dtype, materialize, parallelize
+from titan_cli.worker.loss import LossSum, make_loss
+from titan_cli.worker.parallel import Mesh, build_mesh, master_dtype, materialize, parallelize
 from titan_cli.worker.report import Reporter
 from titan_cli.worker.stop import StopRequest
 
@@ -114,28 +114,32 @@ def set_up_device(plan: Plan, config: Config) -> torch.device:
     return device
 
 
-def build_model(config: Config, seq_len: int) -> tuple[Llama3, Mapping[str, str]]:
-    """The model on the meta device, and where tensor parallelism cuts it."""
-    dimensions = model_config(config)
-    if not isinstance(dimensions, Llama3Config):
-        raise AssertionError(f"{config.model.family} is refused before launch (config.derive.not_trained_yet)")
-    with torch.device("meta"):
-        model = Llama3(dimensions, seq_len).to(master_dtype(config.training.dtype))
-    return model, TP_PLAN
+def build_model(config: Config, stage: Stage) -> tuple[Any, Mapping[str, str]]:
+    """One stage of the model on the meta device (families.Model), and where tensor parallelism cuts it."""
+    model, tp_plan = make_model(config)
+    model.to(master_dtype(config.training.dtype))
+    pipeline.keep_stage(model, stage)
+    return model, tp_plan
 
 
 def build(config: Config, plan: Plan, world: Resolved, device: torch.device, run: RunFolder) -> Trainer:
     """Model, optimizer and data, continued from the last commit of the run (or of the run it was forked from)."""
     mesh = build_mesh(world, device.type)
     private.set_collective_timeout(config.compile.warmup_timeout_s)  # the mesh's groups have torch's default
-    model, tp_plan = build_model(config, config.training.seq_len)
-    watch = parallelize(model, mesh, plan, tp_plan)
-    materialize(model, device, config.training.seed)
+    watch = CompileWatch(plan.backend)
+    stages: dict[int, nn.Module] = {}
+    for index, stage in enumerate(world.stages):
+        if stage.rank == mesh.stage:
+            part, tp_plan = build_model(config, stage)
+            parallelize(part, mesh, plan, tp_plan, watch)
+            materialize(part, device, config.training.seed)
+            stages[index] = part
+    model = stages[0] if world.pp == 1 else pipeline.Joined(list(stages.values()))
     optimizer = optim.build_optimizer(model, config.optimizer)
-    dp_rank = dist.get_rank() // world.tp
-    data = build_data(config, dp_rank, world.dp, load_tokenizer(config.tokenizer.name, config.tokenizer.path))
+    tokenizer = load_tokenizer(config.tokenizer.name, config.tokenizer.path)
+    data = build_data(config, mesh.dp_rank, world.dp, tokenizer, round_size(world))
     check_same_data(data.fingerprint)
-    trainer = Trainer(config, plan, world, device, model, optimizer, data, watch)
+    trainer = Trainer(config, plan, world, mesh, device, model, stages, optimizer, data, watch)
     if start := starting_point(run):
         saved = checkpoint.load(start, model, optimizer)
         optim.configure(optimizer, config.optimizer)
@@ -148,6 +152,11 @@ def build(config: Config, plan: Plan, world: Resolved, device: torch.device, run
         trainer.step = saved["step"]
         trainer.last_saved = saved["step"] if start.parent == run.checkpoints else 0
     return trainer
+
+
+def round_size(world: Resolved) -> int:
+    """Micro-batches that every schedule of a pipeline takes, when the number is free: where nothing is trained."""
+    return 2 * world.pp if world.pp > 1 else 1
 
 
 def starting_point(run: RunFolder) -> Path | None:
@@ -174,41 +183,56 @@ def check_same_data(fingerprint: str) -> None:
         )
 
 
-def cross_entropy_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    """Summed negative log-likelihood in at least float32. logits (B, T, V), labels (B, T) -> ()."""
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+@dataclass(frozen=True)
+class Direct:
+    """Runs micro-batches through a model that is whole on this rank, one after the other."""
+
+    model: nn.Module
+    loss_sum: LossSum
+
+    def backward(self, batches: Sequence[Batch], tokens: int) -> Tensor:
+        """Add the gradients of a step's micro-batches; () the sum of their losses over `tokens`."""
+        parts = []
+        for batch in batches:
+            part = self._loss(batch) / tokens
+            part.backward()
+            parts.append(part.detach().double())
+        return torch.stack(parts).sum()
+
+    def evaluate(self, batches: Sequence[Batch]) -> Tensor:
+        """() the sum of the micro-batches' losses."""
+        return torch.stack([self._loss(batch).double() for batch in batches]).sum()
+
+    def _loss(self, batch: Batch) -> Tensor:
+        return self.loss_sum(self.model(batch.inputs, **batch.where()), batch.labels)
 
 
-LossSum = Callable[[Tensor, Tensor], Tensor]
+Passes = Direct | pipeline.Pipeline
 
 
 def train_step(
+    passes: Passes,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    loss_sum: LossSum,
-    batches: list[Batch],
+    batches: Sequence[Batch],
     tokens: int,
     max_norm: float,
+    pipe: dist.ProcessGroup | None,
     inspect: Callable[[], None] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One optimizer step over this rank's micro-batches. Returns (loss, gradient norm), each () on the device.
 
     `tokens` counts the whole step's labels over all ranks: each micro-batch's summed loss is divided by it and FSDP sums
     gradients over ranks, so the step is the mean over tokens for any split into ranks and micro-batches. The returned
-    loss is this rank's share of that mean. `inspect` is called when all gradients are there.
+    loss is this rank's share of that mean. `pipe` are the ranks of the pipeline, whose parameters share one gradient norm.
+    `inspect` is called when all gradients are there.
 
     Raises TitanError, with nothing updated, when the norm is NaN or infinite.
     """
-    parts = []
-    for inputs, labels in batches:
-        part = loss_sum(model(inputs), labels) / tokens
-        part.backward()
-        parts.append(part.detach().double())
-    loss = torch.stack(parts).sum()
+    loss = passes.backward(batches, tokens)
     if inspect:
         inspect()
-    norm = optim.clip_gradients(model, max_norm)
+    norm = optim.clip_gradients(model, max_norm, pipe)
     if not torch.isfinite(norm):  # waits for the device; the same answer on every rank
         raise TitanError(
             f"the gradient's norm is {float(norm)} (this rank's share of the loss: {float(loss):.6g})",
@@ -237,8 +261,10 @@ class Trainer:
     config: Config
     plan: Plan
     world: Resolved
+    mesh: Mesh
     device: torch.device
-    model: nn.Module
+    model: nn.Module  # what this rank has of it
+    stages: dict[int, nn.Module]
     optimizer: torch.optim.Optimizer
     data: Data
     watch: CompileWatch
@@ -247,22 +273,60 @@ class Trainer:
     graphs: int = 0  # made up to the last step
 
     def __post_init__(self) -> None:
-        self.loss_sum = cross_entropy_sum
+        self.loss_sum = make_loss(self.plan, self.mesh.ranks["tp"])
         if self.plan.loss:
-            self.loss_sum = torch.compile(cross_entropy_sum, backend=self.watch.backend, fullgraph=True)
-        self.tokens_per_step = self.world.global_batch_size * self.config.training.seq_len
+            self.loss_sum = torch.compile(self.loss_sum, backend=self.watch.backend, fullgraph=True)
+        seq_len = self.config.training.seq_len
+        self.tokens_per_step = self.world.global_batch_size * seq_len
+        self.passes = self.make_passes(self.world.gradient_accumulation_steps, seq_len)
+        self.eval_passes = self.make_passes(round_size(self.world), seq_len)
+
+    def make_passes(self, micro_batches: int, seq_len: int) -> Passes:
+        """What runs micro-batches of sequences of this length. Collective."""
+        if self.world.pp == 1:
+            return Direct(self.model, self.loss_sum)
+        dims, plan, tp = model_config(self.config), self.plan, self.world.tp
+        batch, part = self.config.training.local_batch_size, seq_len // self.world.cp
+        empty = partial(torch.empty, device="meta", dtype=getattr(torch, plan.dtype), requires_grad=True)
+        shapes = (
+            torch.empty(batch, part, dtype=torch.long, device="meta"),
+            empty(batch, part // (tp if plan.sequence_parallel else 1), dims.dim),
+            empty(batch, part, dims.vocab_size // (tp if plan.loss_parallel else 1)),
+        )
+        constants = {name: value for name, value in self.example(seq_len).where().items() if name != "starts"}
+        return pipeline.Pipeline(
+            self.stages,
+            len(self.world.stages),
+            self.mesh.ranks["pp"],
+            self.config.parallelism.pp_schedule,
+            micro_batches,
+            shapes,
+            constants,
+            self.loss_sum,
+            self.device,
+        )
+
+    def example(self, seq_len: int) -> Batch:
+        """This rank's part of a micro-batch that nothing is learned from."""
+        shape = (self.config.training.local_batch_size, seq_len)
+        tokens = torch.arange(shape[0] * shape[1]).view(shape) % model_config(self.config).vocab_size
+        starts = torch.zeros_like(tokens) if self.config.model.attention == "flex" else None
+        return self.local(Batch(tokens, tokens.clone(), starts))
+
+    def local(self, batch: Batch) -> Batch:
+        """This rank's part of a micro-batch, on its device."""
+        return context_parallel.cut(batch, self.mesh.cp.get_local_rank(), self.world.cp).map(self.on_device)
 
     def warm_up(self) -> None:
         """Compile by running every shape once, and leave no trace: no gradient, no random number, no data consumed."""
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
-            shape = (self.config.training.local_batch_size, self.config.training.seq_len)
-            tokens = torch.arange(shape[0] * shape[1], device=self.device).view(shape) % model_config(self.config).vocab_size
-            self.loss_sum(self.model(tokens), tokens).backward()
+            example, pipelined = self.example(self.config.training.seq_len), self.world.pp > 1
+            self.passes.backward([example] * (self.world.gradient_accumulation_steps if pipelined else 1), 1)
             self.optimizer.zero_grad(set_to_none=True)
             if self.config.metrics.eval_every:
                 with torch.no_grad():
-                    self.loss_sum(self.model(tokens), tokens)
+                    self.eval_passes.evaluate([example] * round_size(self.world))
 
     def run_steps(self, run: RunFolder, report: Reporter, stop: StopRequest) -> ExitCode:
         """Train to the last step or until asked to stop; commit what was trained in both cases."""
@@ -272,7 +336,7 @@ class Trainer:
         while self.step < steps and not asked:
             report.step = self.step + 1
             begin = time.perf_counter()
-            batches = [(self.on_device(x), self.on_device(y)) for x, y in self.data.micro_batches(self.step + 1)]
+            batches = [self.local(batch) for batch in self.data.micro_batches(self.step + 1)]
             window.data_wait_s.append(time.perf_counter() - begin)
             rate = optim.learning_rate(self.step + 1, steps, self.config.optimizer.lr, self.config.lr_schedule)
             for group in self.optimizer.param_groups:
@@ -280,15 +344,7 @@ class Trainer:
             first = self.step == begun_at
             self.watch.calls.clear()
             try:
-                loss, norm = train_step(
-                    self.model,
-                    self.optimizer,
-                    self.loss_sum,
-                    batches,
-                    self.tokens_per_step,
-                    self.config.training.max_norm,
-                    partial(self.inspect, report) if first else None,
-                )
+                loss, norm = self.train_step(batches, partial(self.inspect, report) if first else None)
             except TitanError as error:
                 if error.code == ExitCode.NOT_FINITE and dist.get_rank() == 0:
                     null = {"loss": None, "grad_norm": None, "lr": rate}
@@ -326,6 +382,11 @@ class Trainer:
         report.event("signal", f"asked to stop, ended after step {self.step}", signal=asked)
         return ExitCode.STOPPED_WITH_LOSS if self.step > self.last_saved else ExitCode.STOPPED
 
+    def train_step(self, batches: Sequence[Batch], inspect: Callable[[], None] | None = None) -> tuple[Tensor, Tensor]:
+        """`train_step` with what this trainer has."""
+        max_norm, pipe = self.config.training.max_norm, self.mesh.ranks.get_group("pp") if self.world.pp > 1 else None
+        return train_step(self.passes, self.model, self.optimizer, batches, self.tokens_per_step, max_norm, pipe, inspect)
+
     def on_device(self, tensor: Tensor) -> Tensor:
         """A copy that does not wait for what the GPU is still doing."""
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
@@ -333,7 +394,12 @@ class Trainer:
     def inspect(self, report: Reporter) -> None:
         """Compile health and the gradient audit, in the attempt's first step, before anything is updated with it."""
         health = check_compile(self.watch, self.plan, evaluated=bool(self.config.metrics.eval_every))
-        audit = audit_gradients(self.model)
+        if self.world.pp > 1 and health.blocks is not None:  # each rank has a part of the blocks
+            counts = torch.tensor([health.compiled, health.blocks], device=self.device)
+            dist.all_reduce(counts, group=self.mesh.ranks.get_group("pp"))
+            compiled, blocks = counts.tolist()
+            health = replace(health, compiled=compiled, blocks=blocks)
+        audit = audit_gradients(self.model, list(model_config(self.config).shapes()))
         self.graphs = len(self.watch.graphs)
         report.event("compile_health", health.sentence(), "warn" if health.faults else "info", **asdict(health))
         report.event("gradient_audit", audit.sentence(), "warn" if audit.faults else "info", **asdict(audit))
@@ -359,8 +425,13 @@ class Trainer:
 
     def check_gradients(self, report: Reporter) -> None:
         """Compare every gradient of the first micro-batch, cut to CHECKED_TOKENS, with eager ones, on the real devices."""
-        inputs, labels = (t[:, :CHECKED_TOKENS].to(self.device) for t in self.data.micro_batches(self.step + 1)[0])
-        differences = compare_with_eager(self.model, lambda: self.loss_sum(self.model(inputs), labels).backward())
+        unit = 2 * self.world.cp * self.world.tp
+        length = min(-(-CHECKED_TOKENS // unit) * unit, self.config.training.seq_len)
+        size, batches = round_size(self.world), self.data.micro_batches(self.step + 1)
+        batches = [self.local(batches[i % len(batches)].map(lambda t: t[:, :length].contiguous())) for i in range(size)]
+        passes = self.make_passes(size, length)
+        names = list(model_config(self.config).shapes())
+        differences = compare_with_eager(self.model, names, lambda: passes.backward(batches, 1))
         # bfloat16: rounding alone made up to 0.053 (wq, wk of fresh weights, Llama 3 8B's width on an H200).
         limit = {"bfloat16": 0.15, "float32": 1e-4, "float64": 1e-9}[self.config.training.dtype]
         worst = max(differences, key=differences.__getitem__)
@@ -378,13 +449,15 @@ class Trainer:
 
     def evaluate(self) -> float:
         """Mean loss over the held-out sequences of all ranks, in nats a token."""
-        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        batches = [self.local(batch) for batch in self.data.eval_batches()]
         with torch.no_grad():
-            for inputs, labels in self.data.eval_batches():
-                inputs, labels = inputs.to(self.device), labels.to(self.device)
-                total += torch.stack(
-                    (self.loss_sum(self.model(inputs), labels).double(), labels.new_tensor(labels.numel()).double())
-                )
+            loss = self.eval_passes.evaluate(batches)
+        for module in self.model.modules():  # what stays gathered after forward is freed by backward, and there was none
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        # Labels are counted where losses are: on the ranks of the last stage.
+        last = len(self.world.stages) - 1 in self.stages
+        total = torch.stack((loss, loss.new_tensor(sum(batch.labels.numel() for batch in batches) * last)))
         dist.all_reduce(total)
         return float(total[0] / total[1])
 
