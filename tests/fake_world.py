@@ -149,7 +149,7 @@ def train_two_steps(target: Target, mesh: Any) -> Trained:
     whole = stages[0] if world.pp == 1 else Joined(list(stages.values()))
     # From this rank's part of the vocabulary: the others' would be embedded as zeros, whose norm makes gradients explode.
     part = target.model.vocab_size // world.tp
-    first = mesh.ranks.get_local_rank("tp") * part
+    first = mesh.tp.get_local_rank() * part
     text = Packed(np.random.default_rng(0).integers(first, first + part, 8 * SEQ_LEN + 1), SEQ_LEN, seed=0)
     data = Data(text, text, "", config, mesh.dp_rank, world.dp, begin_id=0, eval_micro_batches=1)
     optimizer = optim.build_optimizer(whole, config.optimizer)
@@ -175,7 +175,7 @@ def train_two_steps(target: Target, mesh: Any) -> Trained:
 
 
 def own_stages(target: Target, mesh: Any) -> list[int]:
-    return [index for index, stage in enumerate(target.world.stages) if stage.rank == mesh.stage]
+    return [index for index, stage in enumerate(target.world.stages) if stage.rank == mesh.pp.get_local_rank()]
 
 
 def alone(function: Callable[..., Any], *args: Any) -> Any:

@@ -134,7 +134,7 @@ def test_degrees_always_multiply_to_the_world() -> None:
         (["model.n_kv_heads=3"], "n_heads 4 must be a multiple of n_kv_heads 3"),
         (
             ["model.v_head_dim=3", "model.top_k=1"],
-            "model.v_head_dim, model.top_k: llama3 has no such dimension\n    It has dim, n_layers, n_heads,",
+            "model.v_head_dim, model.top_k: llama3 has no such dimension\n    It has dim, n_layers, vocab_size,",
         ),
         ([DEEPSEEK, "model.n_kv_heads=2"], "model.n_kv_heads: deepseek_v3 has no such dimension\n    It has dim, n_layers,"),
         ([DEEPSEEK, "model.flavor=16"], "unknown flavor 16 of deepseek_v3\n    Did you mean 16b? There are debug, 16b, 671b."),

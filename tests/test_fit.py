@@ -9,7 +9,9 @@ import pytest
 from titan_cli import hardware
 from titan_cli.launch import checks
 from titan_cli.models.llama3.config import FLAVORS
+from titan_cli.models.llama3.tp_plan import CUT_DIM, TP_PLAN
 from titan_cli.plan import explain
+from titan_cli.plan.fit import local_shape
 from titan_cli.plan.target import Target, build
 
 GIB = 2**30
@@ -81,3 +83,10 @@ def test_an_explanation_lists_the_ranks_of_a_pipeline() -> None:
     assert lines[at + 1 : at + 3] == ["  pp rank 0  embedding, layers.0 .. 16", "  pp rank 1  layers.17 .. 31, head"]
     assert "  bubble  6 % = (pp 2 - 1) / (16 micro-batches + pp 2 - 1)" in lines[at:]
     assert "stages" not in [line.text for line in explain.explain(target())]
+
+
+def test_the_bias_of_a_rowwise_layer_is_whole_on_every_tensor_parallel_rank() -> None:
+    world = target("parallelism.tp=2", "parallelism.dp_shard=4").world
+    shapes = {"weight": (64, 128), "bias": (64,)}
+    cut = {n: local_shape(f"layers.0.attention.wo.{n}", shape, world, TP_PLAN, CUT_DIM) for n, shape in shapes.items()}
+    assert cut == {"weight": (16, 64), "bias": (16,)}

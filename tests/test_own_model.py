@@ -166,7 +166,6 @@ CASES = {
     "unnamed": Case(
         "no style for norm.weight.* 1 more", file="tp_plan.py", old='    "norm"', new='    "nrm"', words=("parallelism.tp=2",)
     ),
-    "bias": Case("wo.bias is .*rowwise cuts", old='("wq", "wk", "wv")}', new='("wq", "wk", "wv", "wo")}'),
     "model_syntax": Case("own.model: SyntaxError.*\n.*model.py:", file="model.py", old="class Mine", new="class"),
     "degree": Case("tp can be 1, 2, 4", code=2, words=("parallelism.tp=3",)),
     "dimension": Case("own has no such dimension", code=2, words=("model.n_kv_heads=2",)),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
+
+from titan_cli.models.common.decoder import Decoder
 
 
 @dataclass(frozen=True)
@@ -20,12 +21,10 @@ class RopeScaling:
     original_max_seq_len: int = 8192
 
 
-@dataclass(frozen=True)
-class Llama3Config:
+@dataclass(frozen=True, kw_only=True)
+class Llama3Config(Decoder):
     """A Llama 3 decoder. Sizes are numbers of features unless they say otherwise."""
 
-    dim: int
-    n_layers: int
     n_heads: int
     n_kv_heads: int
     ffn_dim: int
@@ -33,7 +32,6 @@ class Llama3Config:
     norm_eps: float = 1e-5
     rope_theta: float = 500_000.0
     rope_scaling: RopeScaling | None = None
-    tie_embeddings: bool = False
 
     def __post_init__(self) -> None:
         if self.dim % self.n_heads or (self.dim // self.n_heads) % 2:
@@ -44,10 +42,6 @@ class Llama3Config:
     @property
     def head_dim(self) -> int:
         return self.dim // self.n_heads
-
-    def block_kinds(self) -> tuple[tuple[str, int], ...]:
-        """Kinds of blocks and how many there are."""
-        return (("dense", self.n_layers),)
 
     def tp_sizes(self) -> dict[str, int]:
         """What tensor parallelism cuts: the degree must divide each."""
@@ -72,37 +66,6 @@ class Llama3Config:
             "feed_forward.w2.weight": (self.dim, self.ffn_dim),
             "feed_forward.w3.weight": (self.ffn_dim, self.dim),
         }
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every parameter's name and shape, in the model's own order (held equal to the meta model by a test)."""
-        shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (self.vocab_size, self.dim)}
-        for i in range(self.n_layers):
-            shapes |= {f"layers.{i}.{name}": shape for name, shape in self.block_shapes().items()}
-        shapes["norm.weight"] = (self.dim,)
-        if not self.tie_embeddings:
-            shapes["output.weight"] = (self.vocab_size, self.dim)
-        return shapes
-
-    def parameter_count(self) -> int:
-        """All parameters; a tied head is counted once."""
-        return sum(map(prod, self.shapes().values()))
-
-    def block_flops_per_token(self, kind: str, seq_len: int) -> int:
-        """One block's part of `flops_per_token`: 6 x its parameters, plus attention's score and value matmuls."""
-        return 6 * sum(map(prod, self.block_shapes(kind).values())) + 6 * self.n_heads * 2 * self.head_dim * seq_len
-
-    def head_flops_per_token(self) -> int:
-        """The final norm's and the head's part of `flops_per_token`. A tied head still multiplies, so it counts."""
-        return 6 * (self.vocab_size * self.dim + self.dim)
-
-    def flops_per_token(self, seq_len: int) -> int:
-        """Training FLOPs for one token: 6 x parameters without the embedding, plus attention's score and value matmuls.
-
-        6 = 2 FLOPs a multiply-add x (1 forward + 2 backward). Attention: 6 x layers x heads x (qk + v head dims) x seq,
-        with no discount for the causal mask (PaLM, 2204.02311, appendix B). The embedding is a table: looking up is free.
-        """
-        blocks = sum(count * self.block_flops_per_token(kind, seq_len) for kind, count in self.block_kinds())
-        return blocks + self.head_flops_per_token()
 
 
 # Published dimensions. 8b and 70b are Llama 3 (2024-04), 405b is Llama 3.1, 1b is Llama 3.2 (tied).

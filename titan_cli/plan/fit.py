@@ -90,7 +90,7 @@ def local_shape(
 def _cut(shape: tuple[int, ...], style: str | None, world: Resolved, cut_dim: Mapping[str, int | None]) -> list[int]:
     """What tensor parallel leaves, or expert parallel of experts."""
     local, cut = list(shape), cut_dim[style] if style else None
-    if cut is not None:
+    if cut is not None and cut < len(local):  # the bias of a rowwise layer is whole on every rank
         local[cut] = ceil(local[cut] / (world.ep if style == "experts" else world.tp))
     return local
 

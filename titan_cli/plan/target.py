@@ -72,12 +72,10 @@ def check_cuts(family: families.Family, model: ModelConfig, tp: int) -> None:
         for pattern, word in family.tp_plan.items()
         if word not in words
     ]
-    for name, shape in model.shapes().items() if not wrong else ():
+    for name in model.shapes() if not wrong else ():
         word = lookup(name.rpartition(".")[0], family.tp_plan)
         if word is None and tp > 1:
             wrong.append(f"no style for {name}: with tp = {tp} each module that has parameters needs one")
-        elif word and (cut := words[word]) is not None and cut >= len(shape):
-            wrong.append(f"{name} is {shape}, and {word} cuts dimension {cut}")
     if wrong:
         more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
         raise TitanError(f"{family.package}.tp_plan: {wrong[0]}{more}", f"{families.GUIDE}.", ExitCode.REFUSED)

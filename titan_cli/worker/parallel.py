@@ -27,37 +27,38 @@ from titan_cli.worker.tensor_parallel import apply_tensor_parallel
 
 @dataclass(frozen=True)
 class Mesh:
-    """The ranks of a run as grids; neighbours in rank are neighbours in the last dimension, the chattiest.
+    """The ranks of a run as a grid (pp, dp_replicate, fsdp, tp), by its sides; neighbours in rank are neighbours in tp.
 
-    ranks: (pp, dp_replicate, fsdp, tp), what parameters are laid out on; fsdp = dp_shard x cp, all that hold a part of
-    the same parameters. cp: 1-D, the ranks of fsdp that share their sequences.
+    Each is sliced once: Dynamo guards on the very object that a parameter's placement names.
     """
 
-    ranks: DeviceMesh
-    cp: DeviceMesh
+    pp: DeviceMesh  # 1-D: those that have the other stages
+    dp: DeviceMesh  # (dp_replicate, fsdp); fsdp = dp_shard x cp, those that have the other parts of the same parameters
+    tp: DeviceMesh  # 1-D
+    cp: DeviceMesh | None  # 1-D: those of fsdp that share their sequences; None: there are none
 
     @property
-    def stage(self) -> int:
-        """This rank's place in the pipeline."""
-        return self.ranks.get_local_rank("pp")
+    def cp_rank(self) -> int:
+        """Which part of its sequences this rank computes."""
+        return self.cp.get_local_rank() if self.cp else 0
 
     @property
     def dp_rank(self) -> int:
         """Which of the data-parallel parts of a batch this rank reads."""
-        rank = self.ranks.get_local_rank
-        return (rank("dp_replicate") * self.ranks["fsdp"].size() + rank("fsdp")) // self.cp.size()
+        fsdp = self.dp.get_local_rank("dp_replicate") * self.dp["fsdp"].size() + self.dp.get_local_rank("fsdp")
+        return fsdp // (self.cp.size() if self.cp else 1)
 
 
 def build_mesh(world: Resolved, device: str) -> Mesh:
     """Collective: makes the process groups of every dimension."""
-    fsdp = world.dp_shard * world.cp
-    ranks = init_device_mesh(
-        device, (world.pp, world.dp_replicate, fsdp, world.tp), mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp")
-    )
-    others = world.world_size // (world.cp * world.tp)
-    # A mesh of its own: slicing a part of fsdp out of the first needs what torch keeps private.
-    cp = init_device_mesh(device, (others, world.cp, world.tp), mesh_dim_names=("others", "cp", "tp"))["cp"]
-    return Mesh(ranks, cp)
+    sides = {"pp": world.pp, "dp_replicate": world.dp_replicate, "fsdp": world.dp_shard * world.cp, "tp": world.tp}
+    grid = init_device_mesh(device, tuple(sides.values()), mesh_dim_names=tuple(sides))
+    cp = None
+    if world.cp > 1:
+        # From a grid of its own: slicing a part of fsdp out of the first needs what torch keeps private.
+        others = world.world_size // (world.cp * world.tp)
+        cp = init_device_mesh(device, (others, world.cp, world.tp), mesh_dim_names=("others", "cp", "tp"))["cp"]
+    return Mesh(grid["pp"], grid["dp_replicate", "fsdp"], grid["tp"], cp)
 
 
 def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, tp_plan: Mapping[str, str], watch: CompileWatch) -> None:
@@ -69,10 +70,10 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, tp_plan: Mapping[str, 
         if name.startswith("torch."):
             private.apply_setting(name, value)
     # First, because it replaces parameters by DTensors, which everything after it must see.
-    if mesh.ranks["tp"].size() > 1:
-        apply_tensor_parallel(model, mesh.ranks["tp"], tp_plan, plan)
+    if mesh.tp.size() > 1:
+        apply_tensor_parallel(model, mesh.tp, tp_plan, plan)
     # Inside the blocks, so before what lies around them.
-    if mesh.cp.size() > 1:
+    if mesh.cp:
         apply_context_parallel(model, mesh.cp)
     # A cure is a hook on an eager module, so it comes after tensor parallel's own hooks, which it waits for.
     for cure in plan.cures:
@@ -86,7 +87,7 @@ def parallelize(model: nn.Module, mesh: Mesh, plan: Plan, tp_plan: Mapping[str, 
     for name, block in named_blocks(model) if plan.strategy != "whole" else ():  # a whole-model graph would trace it
         block.forward = watch.track(name, str(block.kind), block.forward)
     # Last: it moves parameters into sharded storage and must see the final ones.
-    apply_fsdp(model, mesh.ranks["dp_replicate", "fsdp"], plan.dtype, plan.reshard)
+    apply_fsdp(model, mesh.dp, plan.dtype, plan.reshard)
 
 
 def named_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -129,7 +129,7 @@ def build(config: Config, plan: Plan, world: Resolved, device: torch.device, run
     watch = CompileWatch(plan.backend)
     stages: dict[int, nn.Module] = {}
     for index, stage in enumerate(world.stages):
-        if stage.rank == mesh.stage:
+        if stage.rank == mesh.pp.get_local_rank():
             part, tp_plan = build_model(config, stage)
             parallelize(part, mesh, plan, tp_plan, watch)
             materialize(part, device, config.training.seed)
@@ -273,7 +273,7 @@ class Trainer:
     graphs: int = 0  # made up to the last step
 
     def __post_init__(self) -> None:
-        self.loss_sum = make_loss(self.plan, self.mesh.ranks["tp"])
+        self.loss_sum = make_loss(self.plan, self.mesh.tp)
         if self.plan.loss:
             self.loss_sum = torch.compile(self.loss_sum, backend=self.watch.backend, fullgraph=True)
         seq_len = self.config.training.seq_len
@@ -297,7 +297,7 @@ class Trainer:
         return pipeline.Pipeline(
             self.stages,
             len(self.world.stages),
-            self.mesh.ranks["pp"],
+            self.mesh.pp,
             self.config.parallelism.pp_schedule,
             micro_batches,
             shapes,
@@ -315,7 +315,7 @@ class Trainer:
 
     def local(self, batch: Batch) -> Batch:
         """This rank's part of a micro-batch, on its device."""
-        return context_parallel.cut(batch, self.mesh.cp.get_local_rank(), self.world.cp).map(self.on_device)
+        return context_parallel.cut(batch, self.mesh.cp_rank, self.world.cp).map(self.on_device)
 
     def warm_up(self) -> None:
         """Compile by running every shape once, and leave no trace: no gradient, no random number, no data consumed."""
@@ -384,7 +384,7 @@ class Trainer:
 
     def train_step(self, batches: Sequence[Batch], inspect: Callable[[], None] | None = None) -> tuple[Tensor, Tensor]:
         """`train_step` with what this trainer has."""
-        max_norm, pipe = self.config.training.max_norm, self.mesh.ranks.get_group("pp") if self.world.pp > 1 else None
+        max_norm, pipe = self.config.training.max_norm, self.mesh.pp.get_group() if self.world.pp > 1 else None
         return train_step(self.passes, self.model, self.optimizer, batches, self.tokens_per_step, max_norm, pipe, inspect)
 
     def on_device(self, tensor: Tensor) -> Tensor:
@@ -396,7 +396,7 @@ class Trainer:
         health = check_compile(self.watch, self.plan, evaluated=bool(self.config.metrics.eval_every))
         if self.world.pp > 1 and health.blocks is not None:  # each rank has a part of the blocks
             counts = torch.tensor([health.compiled, health.blocks], device=self.device)
-            dist.all_reduce(counts, group=self.mesh.ranks.get_group("pp"))
+            dist.all_reduce(counts, group=self.mesh.pp.get_group())
             compiled, blocks = counts.tolist()
             health = replace(health, compiled=compiled, blocks=blocks)
         audit = audit_gradients(self.model, list(model_config(self.config).shapes()))
