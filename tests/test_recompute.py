@@ -164,13 +164,12 @@ def eager(data: Path) -> dict[str, Step]:
 
 @pytest.fixture(scope="module")
 def eager_tp(data: Path) -> dict[str, Step]:
-    """Of rank 0, also with whole activations, and with the reduce-scatter left out of what is kept."""
+    """Of rank 0, also with whole activations."""
     whole_sequence = [*EAGER, *TP, "parallelism.sequence_parallel=false"]
     cells: dict[str, tuple[list[str], dict[str, Any]]] = {name: ([*EAGER, *TP, *mode], {}) for name, mode in MODES.items()}
     cells["whole sequence, none"] = (whole_sequence, {})
     cells["whole sequence, op"] = ([*whole_sequence, *MODES["op"]], {})
     cells["whole sequence, full"] = ([*whole_sequence, *MODES["full"]], {})
-    cells["op, async"] = ([*EAGER, *TP, *MODES["op"]], {"settings": {"ac.save_reduce_scatter": False}})
     return dict(zip(cells, run_ranks(2, steps, list(cells.values()), data)[0], strict=True))
 
 
@@ -204,10 +203,6 @@ def test_without_sequence_parallel_kept_all_reduces_are_not_issued_again(eager_t
     op, full, none = (eager_tp[f"whole sequence, {mode}"] for mode in ("op", "full", "none"))
     assert more(op, none, ALL_REDUCE) == 0
     assert more(full, none, ALL_REDUCE) == LAYERS
-
-
-def test_async_tensor_parallel_computes_the_reduce_scatter_again(eager_tp: dict[str, Step]) -> None:
-    assert more(eager_tp["op, async"], eager_tp["none"], REDUCE_SCATTER) == LAYERS
 
 
 def test_each_mode_keeps_less_than_none_and_op_keeps_what_it_says(eager: dict[str, Step]) -> None:
@@ -374,10 +369,7 @@ def test_what_is_kept() -> None:
 
 
 def test_the_plans_settings_are_honoured() -> None:
-    scatter, code = C10D.reduce_scatter_tensor.default, private.inductor_compiled_code()
-    assert decide({}, scatter)
-    assert not decide({"ac.save_reduce_scatter": False}, scatter)
-    assert decide({"ac.save_reduce_scatter": False}, C10D.all_reduce.default)
+    code = private.inductor_compiled_code()
     assert not decide({}, code)
     assert decide({"ac.save_inductor_compiled_code": True}, code)
 

@@ -136,17 +136,10 @@ def allow_flex_on_cpu() -> Iterator[None]:
         flex_attention._validate_device = refusal
 
 
-def reduce_scatters() -> frozenset[Any]:
-    """The operators of functional collectives that reduce and leave each rank its part."""
-    collectives = torch.ops._c10d_functional
-    return frozenset((collectives.reduce_scatter_tensor.default, collectives.reduce_scatter_tensor_coalesced.default))
-
-
 def exchanges() -> frozenset[Any]:
     """The operators of functional collectives whose results are no larger than what a rank gives: all but gathers."""
-    collectives = torch.ops._c10d_functional
-    others = (collectives.all_reduce, collectives.all_reduce_coalesced, collectives.all_to_all_single)
-    return reduce_scatters() | {operator.default for operator in others}
+    names = ("all_reduce", "all_reduce_coalesced", "reduce_scatter_tensor", "reduce_scatter_tensor_coalesced")
+    return frozenset(getattr(torch.ops._c10d_functional, name).default for name in (*names, "all_to_all_single"))
 
 
 def inductor_compiled_code() -> Any:

@@ -71,11 +71,9 @@ def costly(settings: Mapping[str, Any]) -> frozenset[Any]:
     (torchtitan#3146). Not what an all-gather makes: it is as large as the whole sequence, and backward can gather it again;
     nor abs, as large as the weight whose scale float8 looks for (torchtitan#820); nor waiting: for what has arrived it is free.
 
-    Settings: "ac.save_reduce_scatter" (default True), "ac.save_inductor_compiled_code" (default False).
+    Setting: "ac.save_inductor_compiled_code" (default False).
     """
     kept = private.attention_kernels() | private.exchanges() | {aten.topk.default}
-    if not settings.get("ac.save_reduce_scatter", True):
-        kept -= private.reduce_scatters()
     if settings.get("ac.save_inductor_compiled_code", False):
         kept |= {private.inductor_compiled_code()}
     return kept
