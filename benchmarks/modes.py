@@ -64,21 +64,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="rows that this regular expression finds, for example 'flex|none off'")
     arguments = parser.parse_args()
     eager: dict[str, list[float]] = {}
-    columns = (
-        "model",
-        "attention",
-        "AC",
-        "compile",
-        "tok/s",
-        "MFU",
-        "GiB",
-        "reserved",
-        "step 1, s",
-        "last 10",
-        "off eager",
-        "health",
-    )
-    print(f"| {' | '.join(columns)} |")
+    print("| model | attention | AC | compile | tok/s | MFU | GiB | reserved | step 1, s | last 10 | off eager | health |")
     with tempfile.TemporaryDirectory() as folder:
         for attention, ac, strategy in ROWS:
             if not re.search(arguments.only, f"{attention} {ac} {strategy}"):
