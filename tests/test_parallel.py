@@ -1,4 +1,4 @@
-"""Two layouts over 20 steps, also in float32: they train as one rank does. (tests/test_pairs.py has all layouts, for 2 steps.)"""
+"""Two layouts for 20 steps, also in float32, train as one rank does. (tests/test_pairs.py has every layout, for 2 steps.)"""
 
 from __future__ import annotations
 

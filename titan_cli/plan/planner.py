@@ -90,7 +90,9 @@ def make_plan(facts: Facts, strategy: str = "auto", force: bool = False, without
     if force and strategy != "auto":
         return build_plan(facts, candidates[0], judge(facts, candidates[0], rules), [])
     wanted = "this layout" if strategy == "auto" else f"compile.strategy={strategy}"
-    found = rejected[-1][1]
+    # A rule that forbids every wrapping is the reason, before one that only some have.
+    by_all = [f for _, f in rejected if sum(rule == f[0] for _, (rule, _) in rejected) == len(candidates)]
+    found = (by_all or [f for _, f in rejected])[-1]
     raise Refused(wanted, found, found[1].instead or _next_safe(facts, rules))
 
 
