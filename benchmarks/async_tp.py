@@ -38,7 +38,7 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("overrides", nargs="*", help="of the preset llama3-8b-2d")
     args = parser.parse_args()
-    private.join_imaginary_ranks(TP)
+    private.fake_world(0, TP)
     complete = True
     print(f"torch {torch.__version__}, fused + plain (all-gather, reduce-scatter):")
     for mode in CHECKPOINTING:

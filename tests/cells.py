@@ -15,6 +15,7 @@ TEXT = "def f(x):\n    return {n}\n\n\nclass C{n}:\n    value = {n}\n"
 # What every cell has, unless it says otherwise.
 FIXED = (
     "training.seq_len=32", "training.global_batch_size=4", "launch.gpu=cpu", "lr_schedule.warmup_steps=2", "optimizer.lr=1e-3",
+    "metrics.eval_sequences=16", "data.val_every=2",
 )  # fmt: skip
 
 
@@ -28,6 +29,7 @@ class Trained:
     keys: list[str]
     parameter_bytes: int  # on this rank, and what the fit says of the fullest
     planned_bytes: int
+    held_out: float | None  # loss of the evaluation afterwards, of cells that compile nothing
     faults: tuple[str, ...]  # of compile health in the first step, and graphs that were made later
 
 
@@ -91,8 +93,12 @@ def train_cell(overrides: Sequence[str], data: Path, steps: int, cures: bool = T
         norms.append(float(norm))
     if graphs[-1] > graphs[0]:
         faults.append(f"recompiled after the first step: {private.recompile_reasons()}")
+    with private.allow_flex_on_cpu():
+        held_out = None if plan.wraps else trainer.evaluate()
     held = sum(local(p).numel() * p.element_size() for p in trainer.model.parameters())
-    return Trained(losses, norms, gradients, list(trainer.model.state_dict()), held, target.states.parameters, tuple(faults))
+    return Trained(
+        losses, norms, gradients, list(trainer.model.state_dict()), held, target.states.parameters, held_out, tuple(faults)
+    )
 
 
 def local(tensor: Any) -> Any:

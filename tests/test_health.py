@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.cells import corpus
 from tests.ranks import RankFailed, run_ranks
@@ -165,6 +166,33 @@ def test_check_gradients_compares_every_parameter(tmp_path: Path) -> None:
     words += ["parallelism.tp=2"]
     assert run_ranks(2, train, unwaited_embedding, words, tmp_path / "wrong") == [ExitCode.COMPILE_HEALTH] * 2
     assert "compiled gradient of tok_embeddings.weight differs from eager by 1.0e+00" in events(tmp_path / "wrong", "alert")[0]
+
+
+@pytest.mark.slow
+def test_check_gradients_looks_at_every_stage_of_a_pipeline(tmp_path: Path) -> None:
+    words = [f"data.path={corpus(tmp_path)}", "compile.check_gradients=true", "compile.strict=true"]
+    words += ["parallelism.pp=2", "parallelism.cp=2", "parallelism.dp_shard=1"]
+    assert run_ranks(4, train, None, words, tmp_path / "whole") == [ExitCode.DONE] * 4
+    for rank in range(4):
+        first, second = events(tmp_path / "whole", "gradient_audit", rank)
+        assert first.startswith("21/21 compiled gradients equal eager ones")
+        assert second == "21/21 gradients alive"
+        assert events(tmp_path / "whole", "compile_health", rank) == ["2/2 blocks compiled, 0 breaks, 0 recompiles"]
+
+
+def run_out_of_memory() -> None:
+    from titan_cli.models.llama3.model import FeedForward
+
+    def forward(self: object, x: object) -> None:
+        raise torch.OutOfMemoryError("planted")
+
+    FeedForward.forward = forward  # type: ignore[assignment]
+
+
+def test_what_fails_in_a_stage_keeps_its_type_and_its_line(tmp_path: Path) -> None:
+    words = [f"data.path={corpus(tmp_path)}", "parallelism.pp=2", "compile.strategy=off"]
+    with pytest.raises(RankFailed, match="OutOfMemoryError: planted"):
+        run_ranks(2, train, run_out_of_memory, words, tmp_path)
 
 
 NAMES = {

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from titan_cli.models.common import rope
-from titan_cli.models.common.attention import attend
+from titan_cli.models.common.attention import SDPA
 from titan_cli.models.common.init import ROWS, draw, generator
 from titan_cli.models.common.rmsnorm import RMSNorm
 from titan_cli.models.llama3.config import FLAVORS, Llama3Config, RopeScaling
@@ -208,7 +208,7 @@ def test_attend_equals_softmax_by_hand(kv_heads: int) -> None:
     future = torch.ones(8, 8, dtype=torch.bool).triu(1)
     scores = (q @ wide_k.mT / 4).masked_fill(future, -math.inf)  # 4 = sqrt(16)
     by_hand = scores.softmax(-1) @ wide_v
-    out = attend(q, k, v)
+    out = SDPA()(q, k, v, None)
     torch.testing.assert_close(out, by_hand)
     # Squared, so that the gradient of the softmax is not zero by symmetry.
     got = torch.autograd.grad(out.square().sum(), inputs)

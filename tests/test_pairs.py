@@ -113,6 +113,7 @@ def check(ranks: list[Held], reference: Trained) -> None:
     for rank, held in enumerate(ranks):
         assert held.trained.faults == (), f"rank {rank}"
         assert held.trained.losses == pytest.approx(reference.losses, rel=TOLERANCE), f"rank {rank}"
+        assert held.trained.held_out in (None, pytest.approx(reference.held_out, rel=TOLERANCE)), f"rank {rank}"
         assert held.trained.norms == pytest.approx(reference.norms, rel=TOLERANCE), f"rank {rank}"
         assert not {name: off for name, off in held.off.items() if not off < TOLERANCE}, f"rank {rank}"
     assert set().union(*(held.off for held in ranks)) == set(reference.gradients)

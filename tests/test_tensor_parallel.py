@@ -164,7 +164,7 @@ def code_of_one_block() -> list[str]:
     from titan_cli.worker import private
 
     dist.destroy_process_group()
-    private.join_imaginary_ranks(async_tp.TP)
+    private.fake_world(0, async_tp.TP)
     small = ["training.seq_len=64", "model.dim=64", "model.n_heads=4", "model.n_kv_heads=2", "model.ffn_dim=128"]
     overrides = [*async_tp.LAYOUT, *small, "activation_checkpoint.mode=selective"]
     return async_tp.code_of_block(build("llama3-8b-2d", None, overrides), torch.device("cpu"))

@@ -17,11 +17,6 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 BLOCK = 128
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention, (B, H, T, D) -> (B, H, T, D); k and v may have fewer heads, each shared by H / H_kv of q's."""
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped(q, k))
-
-
 def is_grouped(q: Tensor, k: Tensor) -> bool:
     """Whether keys have fewer heads than queries. Said to a kernel only then: fewer of them take groups than equal heads."""
     return q.shape[1] != k.shape[1]

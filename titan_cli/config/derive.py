@@ -226,6 +226,12 @@ def _check_pipeline(config: Config, stages: Sequence[Stage], micro_batches: int,
     p = config.parallelism
     if p.pp == 1 or not stages:
         return
+    if p.reshard_after_forward == "always":
+        # Torch's pipelines gather a stage once in a step, whatever is asked for; and a split backward would lose gradients.
+        raise ValueError(
+            f"parallelism.reshard_after_forward = always frees nothing with pp {p.pp}, where stages stay gathered for a step\n"
+            "    Leave it at auto."
+        )
     pipeline.check_micro_batches(p.pp_schedule, p.pp, len(stages), micro_batches, sequences)
     if waiting := pipeline.bubble(p.pp_schedule, p.pp, len(stages), micro_batches):
         rules["pipeline_bubble"] = waiting

@@ -51,8 +51,9 @@ class Model(Protocol):
     ) -> Tensor:
         """Logits (B, T, vocab_size) of tokens (B, T); for a stage: (B, T, dim) from the stage before, and for the one after.
 
-        Given only where they matter: starts (B, T), with attention "flex", where the document of each token begins;
-        positions (T,) of these tokens in a sequence of `length`, with context parallelism.
+        `length` is always given: tokens in the whole sequence, which x does not show in later stages. Where they matter:
+        starts (B, T), with attention "flex", where the document of each token begins; positions (T,) of these tokens in the
+        sequence, with context parallelism.
         """
 
     def init_std(self, name: str) -> float | None:

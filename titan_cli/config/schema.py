@@ -170,7 +170,7 @@ class Parallelism(Section):
     )
     reshard_after_forward: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="FSDP frees gathered parameters after forward; auto: never with pp, as each micro-batch would gather them",
+        description="FSDP frees gathered parameters after forward; with pp never, which auto knows",
     )
     sequence_parallel: bool = Field(True, description="with tp: cut activations along the sequence between the blocks")
     loss_parallel: bool = Field(False, description="with tp: keep the logits cut by vocabulary in the loss")

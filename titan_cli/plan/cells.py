@@ -54,7 +54,6 @@ CELLS = {
     "split-backward-compiled": Cell("llama3-debug", (_FOUR_STAGES, *_ZERO_BUBBLE), "2.11.0"),
     "split-backward-donated": Cell("llama3-debug", (_FOUR_STAGES, *_ZERO_BUBBLE)),
     "split-backward-by-op": Cell("llama3-debug", (*_ZERO_BUBBLE, "model.n_layers=4", _BY_OP, "compile.strategy=off")),
-    "split-backward-reshard": Cell("llama3-debug", (_FOUR_STAGES, *_ZERO_BUBBLE, "parallelism.reshard_after_forward=always")),
     "split-backward-flex": Cell("llama3-8b-1d", ("parallelism.dp_shard=4", *_ZERO_BUBBLE, _FLEX)),
     "tied-pipeline": Cell("llama3-debug", ("parallelism.pp=2", "model.tie_embeddings=true")),
     "replicate-by-fsdp": Cell("llama3-debug", ("parallelism.dp_replicate=2",)),

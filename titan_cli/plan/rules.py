@@ -471,25 +471,6 @@ def split_backward_by_op(facts: Facts, wrapping: Wrapping) -> Finding | None:
     )
 
 
-def split_backward_reshard(facts: Facts, wrapping: Wrapping) -> Finding | None:
-    """Schedules that split backward need FSDP to keep what it gathered until backward.
-
-    Before it asks for the gradient of the input, torch looks up which of the stage's parameters the graph leads to, so that it
-    can ask for theirs later. FSDP that frees parameters after forward has put the sharded ones in their place by then, and
-    those are not in the graph: for them nothing is asked. Gradients are missing (InterleavedZeroBubble, ZBVZeroBubble), or lack
-    the micro-batches whose backward was split, without a sign (DualPipeV: 40 % off). At any degree of FSDP, eager or compiled.
-    """
-    if not facts.split_backward or not facts.reshard:
-        return None
-    return Finding(
-        "forbid",
-        f"{facts.pp_schedule} splits backward, and would lose gradients of parameters that FSDP frees after forward",
-        "cell",
-        ("torch.distributed.pipelining._backward.stage_backward_input", MEASURED),
-        instead="parallelism.reshard_after_forward=never",
-    )
-
-
 def split_backward_flex(facts: Facts, wrapping: Wrapping) -> Finding | None:
     """Schedules that split backward do not work with FlexAttention.
 
@@ -683,7 +664,6 @@ RULES: tuple[Rule, ...] = (
     split_backward_compiled,
     split_backward_donated,
     split_backward_by_op,
-    split_backward_reshard,
     split_backward_flex,
     tied_pipeline,
     replicate_by_fsdp,

@@ -61,7 +61,7 @@ class Pipeline:
         tokens, hidden, logits = shapes
         self.tokens = 1  # that the loss is divided by
         self.first, self.last = 0 in stages, n_stages - 1 in stages
-        made = [
+        self.stages = [
             # Shapes are given: torch would find them by running the stages once, hooks, compiler and all.
             private.LeanStage(
                 module,
@@ -74,11 +74,11 @@ class Pipeline:
             )
             for index, module in sorted(stages.items())
         ]
-        for stage in made:
+        for stage in self.stages:
             stage.constants = constants
         kind = get_schedule_class(schedule)
         self.schedule = kind(
-            made[0] if issubclass(kind, PipelineScheduleSingle) else made,
+            self.stages[0] if issubclass(kind, PipelineScheduleSingle) else self.stages,
             micro_batches,
             loss_fn=lambda logits, labels: loss_sum(logits, labels) / self.tokens,
             scale_grads=False,  # the loss is a sum
@@ -105,7 +105,12 @@ class Pipeline:
         inputs = (torch.cat([batch.inputs for batch in batches]),) if self.first else ()
         starts = [batch.starts for batch in batches if batch.starts is not None]
         documents = {"starts": torch.cat(starts)} if starts else {}
-        run(*inputs, target=target, losses=losses, return_outputs=False, **documents)
+        try:
+            run(*inputs, target=target, losses=losses, return_outputs=False, **documents)
+        except RuntimeError as error:
+            raise error.__cause__ or error from None  # torch says which stage; what happened, and where, is its cause
+        for stage in self.stages:
+            stage.clear_runtime_states()  # or what was evaluated is kept until the next time
         if not self.last:
             return torch.zeros((), dtype=torch.float64, device=self.device)
         return torch.stack([loss.detach().double() for loss in losses]).sum()

@@ -235,7 +235,7 @@ def train_step(
     norm = optim.clip_gradients(model, max_norm, pipe)
     if not torch.isfinite(norm):  # waits for the device; the same answer on every rank
         raise TitanError(
-            f"the gradient's norm is {float(norm)} (this rank's share of the loss: {float(loss):.6g})",
+            f"the gradient's norm is {float(norm)}" + (f" (this rank's share of the loss: {float(loss):.6g})" if loss else ""),
             "nothing was updated with it, and the last checkpoint is from before it\n"
             "usual causes: optimizer.lr too high, lr_schedule.warmup_steps too few, a damaged sequence in the data",
             ExitCode.NOT_FINITE,
@@ -321,8 +321,10 @@ class Trainer:
         """Compile by running every shape once, and leave no trace: no gradient, no random number, no data consumed."""
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
-            example, pipelined = self.example(self.config.training.seq_len), self.world.pp > 1
-            self.passes.backward([example] * (self.world.gradient_accumulation_steps if pipelined else 1), 1)
+            seq_len = self.config.training.seq_len
+            example = self.example(seq_len)
+            few = min(round_size(self.world), self.world.gradient_accumulation_steps)  # not the whole step's in a pipeline
+            self.make_passes(few, seq_len).backward([example] * few, 1)
             self.optimizer.zero_grad(set_to_none=True)
             if self.config.metrics.eval_every:
                 with torch.no_grad():
