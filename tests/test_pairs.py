@@ -70,9 +70,9 @@ def references(one_rank: dict[Words, Trained], tmp_path_factory: pytest.TempPath
 
 
 @pytest.fixture(scope="module")
-def eager(request: pytest.FixtureRequest, data: Path, references: Path) -> dict[str, list[Held]]:
+def trained_eager(request: pytest.FixtureRequest, data: Path, references: Path) -> dict[str, list[Held]]:
     """What every rank of the eager cells that were asked for computed. As many ranks serve many cells, in turn."""
-    asked = [item for item in request.session.items if "eager" in getattr(item, "fixturenames", ())]
+    asked = [item for item in request.session.items if "trained_eager" in getattr(item, "fixturenames", ())]
     names = [item.callspec.params["cell"] for item in asked]  # type: ignore[attr-defined]
     cells = [pairs.combine(name.split()) for name in names]
     held: dict[str, list[Held]] = {}
@@ -94,8 +94,8 @@ def named(cells: tuple[str, ...], *marks: pytest.MarkDecorator) -> list[object]:
 
 
 @pytest.mark.parametrize("cell", [*named(pairs.EAGER_CELLS), *named(pairs.WIDE_CELLS, slow)])
-def test_eager(cell: str, eager: dict[str, list[Held]], one_rank: dict[Words, Trained]) -> None:
-    check(eager[cell], one_rank[pairs.combine(cell.split()).on_one_rank])
+def test_eager(cell: str, trained_eager: dict[str, list[Held]], one_rank: dict[Words, Trained]) -> None:
+    check(trained_eager[cell], one_rank[pairs.combine(cell.split()).on_one_rank])
 
 
 @pytest.mark.parametrize("cell", [*named(pairs.COMPILED_CELLS), *named(pairs.SLOW_COMPILED_CELLS, slow)])
