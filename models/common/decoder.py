@@ -12,7 +12,8 @@ class Decoder(ABC):
     """A family's dimensions inherit from this, add their own, and say what a block has and what tensor parallelism cuts.
 
     Parameters lie in `tok_embeddings`, `layers.0`, `layers.1` ..., `norm` and `output`, so that a stage of a pipeline can
-    have some of them. All blocks are one kind: they run the same code, and share its compiled graphs.
+    have some of them. Blocks of one kind run the same code and share its compiled graphs; there is one kind, unless a family
+    says otherwise.
     """
 
     dim: int  # width of the residual stream, features
@@ -29,7 +30,7 @@ class Decoder(ABC):
         """What tensor parallelism cuts, by the names of options: the degree must divide each. Empty: nothing is cut."""
 
     def block_kinds(self) -> tuple[tuple[str, int], ...]:
-        """Kinds of blocks and how many there are."""
+        """Kinds of blocks and how many there are, in the model's order."""
         return (("dense", self.n_layers),)
 
     def norm_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -37,11 +38,11 @@ class Decoder(ABC):
         return {"weight": (self.dim,)}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every parameter's name and shape."""
+        """Every parameter's name and shape, in the model's own order."""
         shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (self.vocab_size, self.dim)}
-        kinds = [kind for kind, count in self.block_kinds() for _ in range(count)]
-        for i, kind in enumerate(kinds):
-            shapes |= {f"layers.{i}.{name}": shape for name, shape in self.block_shapes(kind).items()}
+        blocks = [block for kind, count in self.block_kinds() for block in [self.block_shapes(kind)] * count]
+        for i, block in enumerate(blocks):
+            shapes |= {f"layers.{i}.{name}": shape for name, shape in block.items()}
         shapes |= {f"norm.{name}": shape for name, shape in self.norm_shapes().items()}
         if not self.tie_embeddings:
             shapes["output.weight"] = (self.vocab_size, self.dim)

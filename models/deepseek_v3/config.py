@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
+from titan_cli.models.common.decoder import Decoder
 
-@dataclass(frozen=True)
-class DeepSeekV3Config:
+
+@dataclass(frozen=True, kw_only=True)
+class DeepSeekV3Config(Decoder):
     """A DeepSeek-V3 decoder (2412.19437): latent attention (MLA) in every block, experts (MoE) in all but the first blocks.
 
     Sizes are numbers of features unless they say otherwise. DeepSeek-V2 (2405.04434) differs only in how it routes.
     V3's module that predicts a second token (MTP) is not part of the model.
     """
 
-    dim: int
-    n_layers: int
     n_dense_layers: int  # the first blocks have one feed-forward instead of experts
     n_heads: int
     q_lora_rank: int  # width of the latent that queries are made from; 0: none, they are made from the residual stream
@@ -43,7 +43,6 @@ class DeepSeekV3Config:
     beta_fast: float = 32.0  # features that turn more often than this within original_seq_len positions keep their frequency
     beta_slow: float = 1.0  # those that turn less often than this get the whole factor
     mscale: float = 1.0  # the softmax's scale grows by (0.1 x mscale x ln(rope_factor) + 1) squared
-    tie_embeddings: bool = False
 
     def __post_init__(self) -> None:
         if self.qk_rope_head_dim % 2:
@@ -70,7 +69,6 @@ class DeepSeekV3Config:
         return self.n_shared_experts * self.moe_ffn_dim
 
     def block_kinds(self) -> tuple[tuple[str, int], ...]:
-        """Kinds of blocks and how many there are, in the model's order. Blocks of one kind share their compiled graphs."""
         return ("dense", self.n_dense_layers), ("moe", self.n_layers - self.n_dense_layers)
 
     def tp_sizes(self) -> dict[str, int]:
@@ -100,18 +98,6 @@ class DeepSeekV3Config:
         shapes["moe.experts.w3"] = (self.n_experts, self.moe_ffn_dim, self.dim)
         return shapes | self._feed_forward("moe.shared_experts.", self.shared_ffn_dim)
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every parameter's name and shape, in the model's own order."""
-        shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (self.vocab_size, self.dim)}
-        blocks = {kind: self.block_shapes(kind) for kind, _ in self.block_kinds()}
-        for i in range(self.n_layers):
-            kind = "dense" if i < self.n_dense_layers else "moe"
-            shapes |= {f"layers.{i}.{name}": shape for name, shape in blocks[kind].items()}
-        shapes["norm.weight"] = (self.dim,)
-        if not self.tie_embeddings:
-            shapes["output.weight"] = (self.vocab_size, self.dim)
-        return shapes
-
     def _attention(self) -> dict[str, tuple[int, ...]]:
         queries = self.n_heads * self.qk_head_dim
         latent = {
@@ -134,10 +120,6 @@ class DeepSeekV3Config:
             f"{prefix}w3.weight": (hidden, self.dim),
         }
 
-    def parameter_count(self) -> int:
-        """All parameters; a tied head is counted once."""
-        return sum(map(prod, self.shapes().values()))
-
     def active_parameter_count(self) -> int:
         """Parameters that one token is multiplied with: top_k of the routed experts, and not the embedding, a table.
 
@@ -155,19 +137,6 @@ class DeepSeekV3Config:
         """One block's part of `flops_per_token`: 6 x its active parameters, plus attention's score and value matmuls."""
         attention = self.n_heads * (self.qk_head_dim + self.v_head_dim) * seq_len
         return 6 * self._active(self.block_shapes(kind)) + 6 * attention
-
-    def head_flops_per_token(self) -> int:
-        """The final norm's and the head's part of `flops_per_token`. A tied head still multiplies, so it counts."""
-        return 6 * (self.vocab_size * self.dim + self.dim)
-
-    def flops_per_token(self, seq_len: int) -> int:
-        """Training FLOPs for one token: 6 x active parameters, plus attention's score and value matmuls.
-
-        6 = 2 FLOPs a multiply-add x (1 forward + 2 backward). Attention: 6 x layers x heads x (qk + v head dims) x seq,
-        with no discount for the causal mask (PaLM, 2204.02311, appendix B).
-        """
-        blocks = sum(count * self.block_flops_per_token(kind, seq_len) for kind, count in self.block_kinds())
-        return blocks + self.head_flops_per_token()
 
 
 # Published dimensions. 671b is DeepSeek-V3's main model, 16b is DeepSeek-V2-Lite, which has V3's blocks and V2's router.

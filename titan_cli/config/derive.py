@@ -9,10 +9,10 @@ from math import gcd, prod
 
 from titan_cli.config import families
 from titan_cli.config import stages as pipeline
-from titan_cli.config.families import ModelConfig as ModelConfig
 from titan_cli.config.schema import Config
 from titan_cli.config.stages import Stage
 from titan_cli.errors import TitanError
+from titan_cli.models.common.decoder import Decoder
 from titan_cli.models.deepseek_v3 import config as deepseek_v3
 
 
@@ -91,7 +91,7 @@ def resolve(config: Config, visible_gpus: int) -> Resolved:
     )
 
 
-def model_config(config: Config) -> ModelConfig:
+def model_config(config: Config) -> Decoder:
     """The flavor's dimensions, with those replaced that the configuration sets. Raises TitanError if they do not fit."""
     m = config.model
     flavors = families.find(m.family).flavors
@@ -210,7 +210,7 @@ def _global_batch_size(config: Config, dp: int, rules: dict[str, str]) -> int:
     return wanted
 
 
-def _stages(model: ModelConfig, config: Config, rules: dict[str, str]) -> tuple[Stage, ...]:
+def _stages(model: Decoder, config: Config, rules: dict[str, str]) -> tuple[Stage, ...]:
     """Raises ValueError if the blocks cannot be laid out as the configuration wants."""
     p, seq_len = config.parallelism, config.training.seq_len
     stages = pipeline.split(model, seq_len, p.pp, p.pp_schedule, p.pp_layers)
@@ -247,7 +247,7 @@ def _cp_problems(config: Config) -> list[str]:
     return [f"{chunks}\n    cp can be {', '.join(map(str, possible))} with this length."]
 
 
-def _tp_problems(model: ModelConfig, config: Config) -> list[str]:
+def _tp_problems(model: Decoder, config: Config) -> list[str]:
     cut = model.tp_sizes()
     tp, cp, seq_len = config.parallelism.tp, config.parallelism.cp, config.training.seq_len
     if config.parallelism.sequence_parallel:  # the sequence, or what cp leaves of it, is cut between the blocks
@@ -259,7 +259,7 @@ def _tp_problems(model: ModelConfig, config: Config) -> list[str]:
     return [f"parallelism.tp = {tp} does not divide {', '.join(uneven)}\n    tp can be {possible} with these sizes."]
 
 
-def _ep_problems(model: ModelConfig, config: Config) -> list[str]:
+def _ep_problems(model: Decoder, config: Config) -> list[str]:
     ep, family = config.parallelism.ep, config.model.family
     if not isinstance(model, deepseek_v3.DeepSeekV3Config):
         return [f"parallelism.ep = {ep}, but {family} has no experts\n    ep can be 1."] if ep > 1 else []

@@ -26,9 +26,7 @@ from titan_cli.models.llama3.tp_plan import CUT_DIM
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-ModelConfig = llama3.Llama3Config | deepseek_v3.DeepSeekV3Config | Decoder
-
-FLAVORS: Mapping[str, Mapping[str, ModelConfig]] = {"llama3": llama3.FLAVORS, "deepseek_v3": deepseek_v3.FLAVORS}
+FLAVORS: Mapping[str, Mapping[str, Decoder]] = {"llama3": llama3.FLAVORS, "deepseek_v3": deepseek_v3.FLAVORS}
 
 GUIDE = "docs/add-a-model.md says what a family provides"
 
@@ -68,7 +66,7 @@ class Family:
     """What the front and the worker ask of a family. `package` is its import path."""
 
     package: str
-    flavors: Mapping[str, ModelConfig]
+    flavors: Mapping[str, Decoder]
     tp_plan: Mapping[str, str]
     cut_dim: Mapping[str, int | None]  # the dimension of a weight that each style cuts
 

@@ -8,10 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, count, groupby, pairwise
 from math import prod
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from titan_cli.config.derive import ModelConfig
+from titan_cli.models.common.decoder import Decoder
 
 # Stages on each rank. The interleaved schedules take any number, which parallelism.pp_layers can ask for.
 STAGES_PER_RANK = {
@@ -24,6 +22,8 @@ STAGES_PER_RANK = {
 }
 INTERLEAVED = ("Interleaved1F1B", "InterleavedZeroBubble")
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+# These split backward into the gradient of the input and that of the weights.
+SPLIT_BACKWARD = ("InterleavedZeroBubble", *V_SHAPED)
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Stage:
         return ", ".join(filter(None, ("embedding" if self.embedding else "", blocks, "head" if self.head else "")))
 
 
-def split(model: ModelConfig, seq_len: int, pp: int, schedule: str, layers: Sequence[int] | None = None) -> tuple[Stage, ...]:
+def split(model: Decoder, seq_len: int, pp: int, schedule: str, layers: Sequence[int] | None = None) -> tuple[Stage, ...]:
     """The stages in forward order: with `layers` blocks each, or balanced over as many stages as the schedule wants.
 
     Raises ValueError with every reason why there are no such stages, and what to change.
@@ -69,6 +69,11 @@ def split(model: ModelConfig, seq_len: int, pp: int, schedule: str, layers: Sequ
         Stage(owner(i, pp, schedule), first, last, embedding=i == 0, head=i == n - 1)
         for i, (first, last) in enumerate(pairwise([0, *ends]))
     )
+
+
+def held_by(rank: int, stages: Sequence[Stage]) -> str:
+    """What lies on a pipeline rank: "embedding, layers.0 .. 2; layers.8 .. 10"."""
+    return "; ".join(str(stage) for stage in stages if stage.rank == rank)
 
 
 def owner(stage: int, pp: int, schedule: str) -> int:
@@ -119,7 +124,7 @@ def balance(flops: Sequence[int], sizes: Sequence[int], n: int) -> list[int]:
     return [end - first for first, end in pairwise(ends)]
 
 
-def flops_per_token(model: ModelConfig, seq_len: int, stages: Sequence[Stage]) -> list[int]:
+def flops_per_token(model: Decoder, seq_len: int, stages: Sequence[Stage]) -> list[int]:
     """Training FLOPs of each stage for one token of a sequence of `seq_len`; together the model's `flops_per_token`."""
     flops, _ = _costs(model, seq_len, ends=False)
     return [sum(flops[s.first : s.last]) + s.head * model.head_flops_per_token() for s in stages]
@@ -163,7 +168,7 @@ def bubble(schedule: str, pp: int, stages: int, micro_batches: int) -> str:
     (pp - 1) / (stages of a rank x micro-batches + pp - 1), as in 2104.04473. What a split backward saves depends on how
     the compiler splits it.
     """
-    if schedule not in ("GPipe", "1F1B", "Interleaved1F1B"):
+    if schedule in SPLIT_BACKWARD:
         return ""
     per_rank = stages // pp
     waits = pp - 1 + (per_rank - 1) * max(0, pp - micro_batches)  # an incomplete round waits again before each next stage
@@ -174,7 +179,7 @@ def bubble(schedule: str, pp: int, stages: int, micro_batches: int) -> str:
     return f"{share} = (pp {pp} - 1) / ({stage}{micro_batches} micro-batches + pp {pp} - 1)"
 
 
-def _costs(model: ModelConfig, seq_len: int, ends: bool = True) -> tuple[list[int], list[int]]:
+def _costs(model: Decoder, seq_len: int, ends: bool = True) -> tuple[list[int], list[int]]:
     """FLOPs for one token, and parameters, of each block. The ends of the model belong to the first and the last block."""
     flops, sizes = [], []
     for kind, n in model.block_kinds():

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from titan_cli.config.derive import resolve
 from titan_cli.config.layers import load
+from titan_cli.config.stages import held_by
 from titan_cli.errors import TitanError
 from titan_cli.plan.cells import CELLS
 from titan_cli.plan.facts import Facts
@@ -94,9 +95,9 @@ def stages(target: Target) -> list[tuple[str, str]]:
     world = target.world
     if world.pp == 1:
         return []
-    held = ["; ".join(str(stage) for stage in world.stages if stage.rank == rank) for rank in range(world.pp)]
+    held = [(f"pp rank {rank}", held_by(rank, world.stages)) for rank in range(world.pp)]
     derived = {"split": world.rules.get("stages"), "bubble": world.rules.get("pipeline_bubble")}
-    return [*((f"pp rank {rank}", parts) for rank, parts in enumerate(held)), *((k, v) for k, v in derived.items() if v)]
+    return [*held, *((name, rule) for name, rule in derived.items() if rule)]
 
 
 def selected(option: str) -> str:

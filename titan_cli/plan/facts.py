@@ -6,14 +6,13 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from titan_cli.config.stages import SPLIT_BACKWARD
+
 Version = tuple[int, int, int]
 
 # The versions that the rules were measured on. A newer torch gets the newest one's plan and is told so.
 OLDEST: Version = (2, 11, 0)
 NEWEST: Version = (2, 14, 1)
-
-# Schedules that split backward into the gradient of the input and that of the weights.
-SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
 @dataclass(frozen=True)

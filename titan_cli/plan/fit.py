@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from math import ceil, prod
 
 from titan_cli.config.derive import Resolved
+from titan_cli.config.stages import held_by
 from titan_cli.plan.names import lookup
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -71,8 +72,7 @@ def states(
     if world.pp == 1:
         return sizes[0]
     fullest = max(range(world.pp), key=lambda rank: sizes[rank].total)
-    parts = "; ".join(str(stage) for stage in world.stages if stage.rank == fullest)
-    return replace(sizes[fullest], where=f" of pp rank {fullest}, the fullest ({parts})")
+    return replace(sizes[fullest], where=f" of pp rank {fullest}, the fullest ({held_by(fullest, world.stages)})")
 
 
 def local_shape(

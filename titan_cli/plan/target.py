@@ -10,10 +10,11 @@ from pathlib import Path
 
 from titan_cli import hardware
 from titan_cli.config import families
-from titan_cli.config.derive import ModelConfig, Resolved, model_config, resolve
+from titan_cli.config.derive import Resolved, model_config, resolve
 from titan_cli.config.layers import Origin, load
 from titan_cli.config.schema import Config
 from titan_cli.errors import ExitCode, TitanError
+from titan_cli.models.common.decoder import Decoder
 from titan_cli.plan import fit
 from titan_cli.plan.facts import OLDEST, Facts, Version, parse_version
 from titan_cli.plan.names import lookup
@@ -28,7 +29,7 @@ class Target:
     config: Config
     origins: dict[str, Origin]
     world: Resolved
-    model: ModelConfig
+    model: Decoder
     gpu: hardware.Gpu | None
     visible: tuple[hardware.Visible, ...]
     facts: Facts
@@ -64,7 +65,7 @@ def build(
     return Target(name, config, loaded.origins, world, model, gpu, visible, facts, plan, states)
 
 
-def check_cuts(family: families.Family, model: ModelConfig, tp: int) -> None:
+def check_cuts(family: families.Family, model: Decoder, tp: int) -> None:
     """Raise TitanError (refused) where the TP_PLAN of a user's own family does not fit its parameters."""
     words = family.cut_dim
     wrong = [

@@ -13,6 +13,7 @@ from titan_cli.config.derive import model_config
 from titan_cli.config.schema import Config
 from titan_cli.errors import ExitCode, TitanError
 from titan_cli.models.common.attention import SDPA, Flex
+from titan_cli.models.common.decoder import Decoder
 
 
 def make_model(config: Config) -> tuple[Any, Mapping[str, str]]:
@@ -30,7 +31,7 @@ def make_model(config: Config) -> tuple[Any, Mapping[str, str]]:
     return model, family.tp_plan
 
 
-def _parts(model: nn.Module, dimensions: families.ModelConfig) -> list[str]:
+def _parts(model: nn.Module, dimensions: Decoder) -> list[str]:
     """Where the module is not what was planned for, or lacks what the worker needs."""
     found = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     planned = dimensions.shapes()
