@@ -57,7 +57,7 @@ def code_of_block(target: Target, device: torch.device) -> list[str]:
     """What inductor makes of forward and backward of a model that is one block, as the worker wraps it."""
     model = one_block(target)
     parallelize(model, build_mesh(target.world, device.type), target.plan, TP_PLAN, CompileWatch(target.plan.backend))
-    materialize(model, device, seed=0)  # type: ignore[arg-type]
+    materialize(model, device, seed=0)
     training = target.config.training
     shape = (training.local_batch_size, training.seq_len // target.world.tp, target.model.dim)
     h = torch.randn(shape, dtype=getattr(torch, training.dtype), device=device, requires_grad=True)

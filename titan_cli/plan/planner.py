@@ -59,7 +59,7 @@ class Plan:
 
 
 class Refused(TitanError):
-    """No wrapping is safe: the rule that forbids the last one, and the nearest that is."""
+    """No wrapping is safe: the rule that forbids them, or else the last one, and the nearest that is."""
 
     def __init__(self, wanted: str, found: Found, nearest: str) -> None:
         rule, finding = found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from titan_cli.worker.data import Batch
 Kernel = Callable[..., Tensor]
 
 
+@lru_cache(maxsize=2)  # asked for in every micro-batch
 def positions(length: int, rank: int, cp: int) -> Tensor:
     """Where the tokens of `rank` lie in a sequence, (length / cp,).
 

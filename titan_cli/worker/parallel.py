@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -156,17 +156,8 @@ def master_dtype(dtype: str) -> torch.dtype:
     return torch.promote_types(getattr(torch, dtype), torch.float32)
 
 
-class Initializable(Protocol):
-    """What a model of models/ offers to be given its weights."""
-
-    def to_empty(self, *, device: torch.device) -> object: ...
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
-    def init_std(self, name: str) -> float | None: ...
-    def init_buffers(self) -> None: ...
-
-
-def materialize(model: Initializable, device: torch.device, seed: int) -> None:
-    """Give a parallelized meta model its storage and the weights of the whole one's `init_weights`: each rank its part."""
+def materialize(model: Any, device: torch.device, seed: int) -> None:
+    """Give a parallelized meta model (families.Model) its storage and initial weights, of the whole one each rank its part."""
     model.to_empty(device=device)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
